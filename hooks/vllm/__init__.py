@@ -1,0 +1,1 @@
+"""layerstream as a KV connector of vLLM. Nothing outside this folder imports vllm."""

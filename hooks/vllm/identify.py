@@ -1,0 +1,97 @@
+"""The namespace of a vLLM engine: everything beside the block hash that changes the bytes of its KV."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+from layerstream.identity import Namespace, canonical_digest, fingerprint_weights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from layerstream.geometry import KVGeometry
+    from layerstream.jobs import RankInfo
+
+_RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
+"""Hash algorithms whose first hash is random in each process unless PYTHONHASHSEED is set."""
+
+
+def geometry_digest(geometry: KVGeometry) -> str:
+    """Names one rank's layers and how their pages are packed, wherever the pages lie."""
+    return canonical_digest(
+        [[layer.name, layer.page_bytes, len(layer.run_offsets), layer.run_bytes] for layer in geometry.layers]
+    )
+
+
+def attention_of(vllm_config: VllmConfig, layers: Iterable[str]) -> tuple[str, str | None]:
+    """Which attention backends write these layers, and which instruction set they pack pages for (None on a GPU).
+
+    Only a worker knows; layers learn the instruction set when the KV cache is made.
+    """
+    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layers)).values()  # type: ignore[type-abstract]
+    backends = sorted({layer.get_attn_backend().get_name() for layer in found})
+    isas = sorted({str(layer.isa) for layer in found if getattr(layer, "isa", None) is not None})
+    return ",".join(backends), ",".join(isas) or None
+
+
+def namespace_of(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    ranks: Sequence[RankInfo],
+    *,
+    user: str,
+    epoch: int,
+) -> Namespace:
+    """Describe the engine.
+
+    Args:
+        vllm_config: as the scheduler has it.
+        kv_cache_config: as the scheduler has it.
+        ranks: what every rank reported, in any order.
+        user: option `namespace`.
+        epoch: weight updates in this process.
+
+    Raises:
+        ConfigError: a safetensors file of the model is damaged.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    folder = Path(model.model)
+    ordered = sorted(ranks, key=lambda rank: rank.rank)
+    algorithm = cache.prefix_caching_hash_algo
+    seed = get_none_hash_seed()
+    quantized = cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
+    return Namespace(
+        model=str(model.model),
+        revision=model.revision,
+        weights=fingerprint_weights(folder) if folder.is_dir() else None,
+        load_format=str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)),
+        quantization=model.quantization,
+        model_config=canonical_digest(model.hf_config.to_json_string(use_diff=False)),
+        dtype=str(model.dtype),
+        kv_cache_dtype=str(cache.cache_dtype),
+        kv_scales="checkpoint" if quantized else None,
+        layout=str(kv_cache_config.kv_cache_layout),
+        attention_backend=",".join(sorted({rank.attention_backend for rank in ordered})),
+        isa=ordered[0].isa,
+        block_tokens=spec.block_size,
+        hash_block_tokens=kv_cache_config.hash_block_size or spec.block_size,
+        hash_algorithm=algorithm,
+        hash_seed=None if algorithm in _RANDOM_SEED_HASHES and "PYTHONHASHSEED" not in os.environ else seed,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        ranks=canonical_digest([rank.geometry for rank in ordered]),
+        lora="by name and path" if vllm_config.lora_config is not None else "none",
+        user=user,
+        epoch=epoch,
+    )
+
+

@@ -1,0 +1,231 @@
+"""The connector's scheduler half: vLLM's scheduling calls, turned into questions to the coordinator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from layerstream.coordinator import Coordinator
+from layerstream.errors import GeometryError
+from layerstream.hooks.vllm.compat import cache_group, unsupported
+from layerstream.hooks.vllm.identify import namespace_of
+from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
+from layerstream.metrics import CacheStats, TransferStats, interval_line
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from layerstream.config import StreamConfig
+    from layerstream.jobs import RankInfo
+
+logger = init_logger("vllm.layerstream")
+
+
+class BlockPoolHolds:
+    """Keeps blocks of vLLM's pool from being handed on, by reference counts."""
+
+    def __init__(self) -> None:
+        self.pool: BlockPool | None = None
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block."""
+        assert self.pool is not None
+        self.pool.touch([self.pool.blocks[block] for block in block_ids])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop the reference; the tail goes first, as vLLM frees blocks."""
+        assert self.pool is not None
+        self.pool.free_blocks([self.pool.blocks[block] for block in reversed(block_ids)])
+
+
+class SchedulerHalf:
+    """The end of the connector that owns keys, slots, pins and publication for all ranks."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StreamConfig) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._config = config
+        self._holds = BlockPoolHolds()
+        self._requests: dict[str, Request] = {}
+        self._asked: dict[str, int] = {}
+        self._cache, self._moved = CacheStats(), TransferStats()
+        self._logged_at = time.monotonic()
+        self._step = 0
+        self._coordinator: Coordinator | None = None
+        reason = unsupported(vllm_config, kv_cache_config)
+        if reason is not None:
+            logger.warning("LayerStream is off for this engine, which runs as without it: %s", reason)
+            return
+        block_tokens = cache_group(kv_cache_config).kv_cache_spec.block_size
+        self._block_tokens = block_tokens
+        self._chunk_blocks = config.chunk_blocks(block_tokens)
+        self._coordinator = Coordinator(
+            chunk_blocks=self._chunk_blocks,
+            block_tokens=block_tokens,
+            world_size=vllm_config.parallel_config.world_size,
+            parked=config.load_mode == "parked",
+            save_decode=config.save_decode,
+            holds=self._holds,
+        )
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's block pool, for holds."""
+        self._holds.pool = pool
+
+    def set_ranks(self, handshakes: Mapping[object, object]) -> None:
+        """What the ranks said about their pools; the smallest decides.
+
+        Raises:
+            GeometryError: ranks disagree on how many blocks a chunk holds.
+        """
+        ranks = [shake.info for shake in handshakes.values() if isinstance(shake, Handshake)]
+        if self._coordinator is None or not ranks:
+            return
+        if any(rank.chunk_blocks != self._chunk_blocks for rank in ranks):
+            raise GeometryError(
+                f"ranks chose chunks of {sorted({rank.chunk_blocks for rank in ranks})} blocks; the same options "
+                "must reach every rank"
+            )
+        slots = min(rank.pool_slots for rank in ranks)
+        self._coordinator.set_slots(slots)
+        self._log_start(ranks, slots)
+
+    def _log_start(self, ranks: Sequence[RankInfo], slots: int) -> None:
+        first = ranks[0]
+        namespace = namespace_of(
+            self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0
+        )
+        chunk_bytes = first.block_bytes * first.chunk_blocks
+        logger.info(
+            "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
+            "pool %d slots a rank (%.2f GiB, %s), loads %s, decode blocks %s%s, "
+            "namespace %s",
+            len(ranks),
+            first.device,
+            first.layers,
+            first.block_bytes / first.layers / 1024,
+            self._chunk_blocks * self._block_tokens,
+            chunk_bytes / (1 << 20),
+            slots,
+            slots * chunk_bytes / (1 << 30),
+            "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
+            "parked" if self._config.load_mode == "parked" else "layerwise",
+            "saved" if self._config.save_decode else "not saved",
+            ", every block verified" if self._config.verify else "",
+            namespace.digest().hex()[:12],
+        )
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens after the local hit that can be loaded, and whether the request is parked for it. Changes nothing
+        but the note of what was asked, which vLLM's next call leaves out."""
+        if self._coordinator is None:
+            return 0, False
+        self._asked[request.request_id] = local_tokens
+        tokens = self._coordinator.match(
+            request.request_id, request.block_hashes, request.num_tokens, local_tokens
+        )
+        return tokens, bool(tokens) and self._config.load_mode == "parked"
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Blocks were allocated: the promise of `matched_tokens` is taken up for `external_tokens` tokens.
+
+        Raises:
+            TransferError: a promised block is gone.
+        """
+        if self._coordinator is None:
+            return
+        self._requests[request.request_id] = request
+        self._coordinator.admit(
+            request.request_id,
+            request.block_hashes,
+            blocks.get_block_ids()[0],
+            num_tokens=request.num_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            local_tokens=self._asked.pop(request.request_id, 0),
+            external_tokens=external_tokens,
+        )
+
+    def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Loads taken up since the last step, and saves of blocks that this step fills."""
+        self._step += 1
+        coordinator = self._coordinator
+        if coordinator is None:
+            return StepMetadata(None)
+        state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            coordinator.observe(
+                request_id,
+                request.block_hashes,
+                # Scheduled tokens include drafts and placeholders; only tokens that are known have final KV.
+                min(request.num_computed_tokens + scheduled, request.num_tokens),
+                lambda request_id=request_id: state.resolve_block_ids(request_id)[0],  # type: ignore[misc]
+            )
+        plan = coordinator.plan()
+        if plan is not None and plan.gated:
+            output.has_sync_kv_loads = True
+        self._log_interval()
+        return StepMetadata(plan)
+
+    def update_output(self, output: KVConnectorOutput) -> None:
+        """Book the ranks' reports; parked requests whose loads are complete are released by adding them to `output`."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            return
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, WorkerReport):
+            return
+        self._moved = self._moved.merge(meta.report.stats)
+        outcome = coordinator.report(meta.report)
+        if outcome.received or outcome.failed:
+            output.finished_recving = {*(output.finished_recving or ()), *outcome.received, *outcome.failed}
+            output.failed_recving = {*output.failed_recving, *outcome.failed}
+
+    def finished(self, request_id: str) -> None:
+        """A request ended or was aborted; its jobs go on."""
+        self._requests.pop(request_id, None)
+        self._asked.pop(request_id, None)
+        if self._coordinator is not None:
+            self._coordinator.finish(request_id)
+
+    def pending(self) -> bool:
+        """Whether a rank's report is due."""
+        return self._coordinator is not None and self._coordinator.pending
+
+    def reset(self) -> bool:
+        """Forget every block. True if nothing was in flight; what was is never published."""
+        return self._coordinator is None or self._coordinator.reset()
+
+    def close(self) -> None:
+        """Say what the last, unfinished interval held."""
+        self._log_interval(last=True)
+
+    def _log_interval(self, *, last: bool = False) -> None:
+        interval = self._config.log_interval_s
+        now = time.monotonic()
+        if self._coordinator is None or interval == 0 or (now - self._logged_at < interval and not last):
+            return
+        self._logged_at = now
+        self._cache = self._coordinator.take_stats()
+        if self._moved or any(getattr(self._cache, name) for name in CacheStats.__struct_fields__):
+            logger.info(
+                interval_line(
+                    self._cache,
+                    self._moved,
+                    pool_used=self._coordinator.pool_used,
+                    pool_slots=self._coordinator.pool_slots,
+                )
+            )
+        self._moved = TransferStats()
+
+

@@ -1,0 +1,122 @@
+"""The connector's worker half: an engine over this rank's KV caches, driven by vLLM's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from layerstream.assembly import build_engine
+from layerstream.errors import GeometryError
+from layerstream.graphs.mode import GateMode
+from layerstream.hooks.layer_gate import LayerGate
+from layerstream.hooks.vllm.compat import cache_group, forward_gate_mode, saves_in_hooks, unsupported
+from layerstream.hooks.vllm.identify import attention_of, geometry_digest
+from layerstream.jobs import RankInfo, Report, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from layerstream.config import StreamConfig
+    from layerstream.engine import StreamEngine
+
+logger = init_logger("vllm.layerstream.worker")
+
+CLOSE_TIMEOUT_S = 3.0
+"""vLLM ends a worker by force that has not shut down after about 5 s."""
+
+
+class WorkerHalf:
+    """One rank's end of the connector. Does nothing on an engine that is not supported."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StreamConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._saves_in_hooks = saves_in_hooks(vllm_config)
+        self._gate: LayerGate | None = None
+        self.engine: StreamEngine | None = None
+        """None until KV caches are registered, after `close`, and on an engine that is not supported."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Set up pool, streams and engine over the KV caches of this rank.
+
+        Raises:
+            GeometryError: a layer's layout is not understood, or a layer of the group is not registered.
+            PoolError: the host pool cannot be set up.
+        """
+        if unsupported(self._vllm_config, self._kv_cache_config) is not None:
+            return
+        group = cache_group(self._kv_cache_config)
+        missing = [name for name in group.layer_names if name not in kv_caches]
+        if missing:
+            raise GeometryError(f"layers {', '.join(missing)} are in the KV cache group and were not registered")
+        parallel = self._vllm_config.parallel_config
+        self.engine = build_engine(
+            # Layers that share another layer's KV are registered too, and are not in the group.
+            {name: kv_caches[name] for name in group.layer_names},
+            num_blocks=self._kv_cache_config.num_blocks,
+            block_tokens=group.kv_cache_spec.block_size,
+            config=self._config,
+            local_ranks=parallel.world_size * parallel.data_parallel_size_local,
+            rank=parallel.rank,
+        )
+        self._gate = LayerGate(self.engine, group.layer_names)
+
+    def info(self) -> RankInfo | None:
+        """What the scheduler half is told about this rank; None on an engine that is not supported."""
+        if self.engine is None:
+            return None
+        geometry, pool = self.engine.geometry, self.engine.pool
+        backend, isa = attention_of(self._vllm_config, (layer.name for layer in geometry.layers))
+        return RankInfo(
+            rank=self._vllm_config.parallel_config.rank,
+            pool_slots=pool.slots,
+            chunk_blocks=self._config.chunk_blocks(geometry.block_tokens),
+            layers=len(geometry.layers),
+            block_bytes=geometry.block_bytes,
+            pinned=pool.pinned,
+            device=self.engine.device.kind,
+            geometry=geometry_digest(geometry),
+            attention_backend=backend,
+            isa=isa,
+        )
+
+    def begin_step(self, plan: StepPlan | None) -> None:
+        """The step's plan has arrived."""
+        if self.engine is not None:
+            self.engine.begin_step(plan)
+
+    def start_loads(self, context: ForwardContext) -> None:
+        """Called before the forward in a gated step, after it in any other."""
+        if self.engine is not None:
+            self.engine.start_loads(layerwise=forward_gate_mode(context) is GateMode.LAYERWISE)
+
+    def before_layer(self, name: str) -> None:
+        """A layer's attention is about to read its KV."""
+        if self._gate is not None:
+            self._gate.before(name)
+
+    def after_layer(self, name: str) -> None:
+        """A layer's attention is queued."""
+        if self._gate is not None and self._saves_in_hooks:
+            self._gate.after(name)
+
+    def end_step(self) -> None:
+        """The forward is queued."""
+        if self.engine is not None:
+            self.engine.end_step()
+
+    def poll(self) -> Report | None:
+        """What has ended since the last call."""
+        return self.engine.poll() if self.engine is not None else None
+
+    def close(self) -> None:
+        """Finish queued work in bounded time and free host memory."""
+        engine, self.engine, self._gate = self.engine, None, None
+        if engine is not None and not engine.close(CLOSE_TIMEOUT_S):
+            logger.warning("LayerStream: copies were still running %g s after shutdown began", CLOSE_TIMEOUT_S)

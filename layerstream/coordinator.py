@@ -1,0 +1,434 @@
+"""The scheduler half: turns what the engine does with requests into jobs, and reports of jobs into hits.
+
+It decides for all ranks, and ranks decide nothing, so they cannot disagree. It never sees a byte: a block is a hash, an
+id and a page number here. Not thread-safe: the engine's scheduler thread is the only caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerstream.errors import PoolError, TransferError
+from layerstream.index import PrefixIndex, Span
+from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.metrics import CacheStats
+
+logger = logging.getLogger(__name__)
+
+_NEVER = sys.maxsize
+
+
+class BlockHolds(Protocol):
+    """References in the engine's block pool: a held block is not handed on, whatever becomes of its request."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take one reference to each block, which the engine must own now."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference that `hold` took to each block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Parked requests whose load has ended. Over all outcomes, each parked load is named once."""
+
+    received: tuple[str, ...] = ()
+    """Requests whose bytes are in place on every rank."""
+    failed: tuple[str, ...] = ()
+    """Requests whose bytes are not: a rank gave up, or the report did not come by the deadline."""
+
+    def __bool__(self) -> bool:
+        return bool(self.received or self.failed)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """One life of a request: from an allocation to the next one under the same id, or to its end."""
+
+    limit: int = 0
+    """Blocks of its prompt if only those are saved."""
+    cursor: int = 0
+    """Blocks before this one were offered for saving."""
+    due: int = _NEVER
+    """Computed tokens at which the next block is full: below it there is nothing to do."""
+    parked_in: int | None = None
+    """Epoch in which its parked load began, until the admission that starts with what was loaded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A job some rank has not answered for yet, and what it keeps from being reused."""
+
+    job: Job
+    spans: list[Span]
+    wanted: bytes | None = None
+    """Parked loads: hash of the first block they bring."""
+    deadline: float = float("inf")
+    """On the coordinator's clock; set when the job leaves for the ranks."""
+    answers: int = 0
+    failed: bool = False
+
+
+class Coordinator:
+    """Requests to jobs.
+
+    Args:
+        chunk_blocks: most blocks in one chunk.
+        block_tokens: tokens in one block, as the scheduler counts them.
+        world_size: ranks that must answer for a job before it counts.
+        parked: loads park their request until they are done, instead of gating its first step layer by layer.
+        save_decode: whether blocks that decoding fills are saved too, or only those of the prompt.
+        holds: keeps the destination blocks of parked loads.
+        clock: seconds, monotonic.
+        job_deadline_s: seconds after which a job that was not answered for is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_blocks: int,
+        block_tokens: int,
+        world_size: int,
+        parked: bool,
+        save_decode: bool,
+        holds: BlockHolds,
+        clock: Callable[[], float] = time.monotonic,
+        job_deadline_s: float = 60.0,
+    ) -> None:
+        self.parked = parked
+        """Whether a request that loads is to be parked until it is named in an outcome."""
+        self.epoch = 0
+        """Number of resets so far."""
+        self._chunk_blocks = chunk_blocks
+        self._block_tokens = block_tokens
+        self._world_size = world_size
+        self._save_decode = save_decode
+        self._holds = holds
+        self._clock = clock
+        self._job_deadline_s = job_deadline_s
+        self._index: PrefixIndex | None = None
+        self._requests: dict[str, _Request] = {}
+        self._flights: dict[int, _Flight] = {}
+        """Jobs whose report is due, oldest first."""
+        self._overdue: dict[int, _Flight] = {}
+        """Jobs given up, whose memory may still be read or written."""
+        self._arriving: dict[bytes, int] = {}
+        """First hash of each parked load in flight -> its job."""
+        self._outbox: list[Job] = []
+        self._last_job = 0
+        self._last_step = 0
+        self._received: list[str] = []
+        self._failed: list[str] = []
+        """Parked requests to be named in the next outcome."""
+        self._stats = CacheStats()
+        self._evicted = 0
+        """Evictions that earlier statistics told of."""
+
+    @property
+    def pool_slots(self) -> int:
+        """Slots of the host pool; 0 until the ranks have said how many."""
+        return self._index.slots if self._index is not None else 0
+
+    @property
+    def pool_used(self) -> int:
+        """Slots of the host pool that are not free."""
+        return self._index.used if self._index is not None else 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a report is due, so that the engine must keep stepping to receive it."""
+        return bool(self._flights)
+
+    def set_slots(self, slots: int) -> None:
+        """Set the size of the host pool: the smallest of the ranks' slot counts. Until then nothing hits or is saved.
+
+        Raises:
+            PoolError: `slots` is below 1, or differs from what was set before.
+        """
+        if slots < 1:
+            raise PoolError(
+                f"the host pool has {slots} slots on the rank with the fewest; at least 1 is needed: raise host_gib"
+            )
+        if self._index is None:
+            self._index = PrefixIndex(slots=slots, chunk_blocks=self._chunk_blocks)
+        elif self._index.slots != slots:
+            raise PoolError(
+                f"the host pool was set up with {self._index.slots} slots and cannot change to {slots}; restart the "
+                "engine"
+            )
+
+    def match(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond the engine's own hit. May be asked any number of times; changes nothing.
+
+        Args:
+            request_id: the request, which need not be known yet.
+            hashes: the request's block hashes.
+            num_tokens: the request's tokens; the block of the last one is always computed, never loaded.
+            local_tokens: the engine's own hit, a multiple of the block size.
+
+        Returns:
+            A multiple of the block size. None: ask again later, another parked load is bringing the next block.
+        """
+        if self._index is None:
+            return 0
+        local = local_tokens // self._block_tokens
+        found = self._index.match(hashes, (num_tokens - 1) // self._block_tokens)
+        if found <= local:
+            return 0
+        if hashes[local] in self._arriving:
+            return None
+        return (found - local) * self._block_tokens
+
+    def admit(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        *,
+        num_tokens: int,
+        local_tokens: int,
+        external_tokens: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        """The engine gave a request its blocks. If it had blocks before, a new life of it begins.
+
+        Tokens are counted at the first admission of a request only, so that hits never exceed queries.
+
+        Args:
+            request_id: the request.
+            hashes: its block hashes.
+            block_ids: its blocks in prefix order; may be longer than needed here.
+            num_tokens: its tokens.
+            local_tokens: the engine's own hit, a multiple of the block size.
+            external_tokens: tokens to load from there on: at most what `match` said, 0 for none.
+            num_prompt_tokens: its tokens that are prompt.
+
+        Raises:
+            TransferError: the blocks to load are not in the host pool, or too few block ids were given.
+        """
+        request = self._requests.get(request_id)
+        first = request is None
+        if request is None:
+            request = self._requests[request_id] = _Request()
+        request.limit = _NEVER if self._save_decode else num_prompt_tokens // self._block_tokens
+        request.cursor = 0
+        # What a parked load brings from before a reset must not become a hit after it.
+        stale = request.parked_in not in (None, self.epoch)
+        request.due = _NEVER if stale else self._due(request)
+        request.parked_in = None
+        local = local_tokens // self._block_tokens
+        stop = (local_tokens + external_tokens) // self._block_tokens
+        if external_tokens > 0:
+            self._load(request_id, hashes, block_ids, local, stop)
+            request.parked_in = self.epoch if self.parked else None
+        if first:
+            self._stats.queried_tokens += max(0, num_tokens - local_tokens)
+            self._stats.hit_tokens += external_tokens
+        if self._index is not None:
+            self._index.touch(hashes, stop)
+
+    def observe(
+        self, request_id: str, hashes: Sequence[bytes], computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """A request is in the step being planned; save the blocks that are full once the step has run.
+
+        Blocks that the engine had of its own are saved too if the pool lacks them. Blocks without room are dropped and
+        counted.
+
+        Args:
+            request_id: the request.
+            hashes: its block hashes; they may lag behind, and what has no hash is saved later.
+            computed_tokens: real tokens whose KV exist once the step has run: no placeholders, no drafts.
+            block_ids: its blocks in prefix order; called only if there is something to save.
+        """
+        request = self._requests.get(request_id)
+        if request is None or computed_tokens < request.due or self._index is None:
+            return
+        stop = min(computed_tokens // self._block_tokens, len(hashes), request.limit)
+        cursor = request.cursor
+        if stop <= cursor:
+            return
+        request.cursor = stop
+        request.due = self._due(request)
+        start = self._index.known(hashes, cursor, stop)
+        if start == stop:
+            return
+        ids = tuple(block_ids()[start:stop])
+        spans = self._index.reserve(hashes, start, stop)
+        if spans is None:
+            self._stats.dropped_blocks += stop - start
+        else:
+            self._send(JobKind.SAVE, request_id, ids, spans)
+
+    def plan(self) -> StepPlan | None:
+        """The jobs made since the last plan, for the ranks; None if there are none. Also gives up overdue jobs."""
+        self.expire()
+        if not self._outbox:
+            return None
+        deadline = self._clock() + self._job_deadline_s
+        for job in self._outbox:
+            self._flights[job.job_id].deadline = deadline
+        self._last_step += 1
+        plan = StepPlan(step=self._last_step, jobs=tuple(self._outbox))
+        self._outbox.clear()
+        return plan
+
+    def expire(self) -> None:
+        """Give up jobs that were not answered for by their deadline.
+
+        A save is never published, a parked load has failed. What a rank may still touch (slots, pins, held blocks)
+        stays out of use until every rank has answered after all.
+        """
+        if not self._flights:
+            return
+        now = self._clock()
+        late: list[_Flight] = []
+        for flight in self._flights.values():
+            if flight.deadline > now:
+                break
+            late.append(flight)
+        for flight in late:
+            job = flight.job
+            self._overdue[job.job_id] = self._flights.pop(job.job_id)
+            self._stats.expired_jobs += 1
+            if job.kind is JobKind.SAVE:
+                self._pool().abandon(flight.spans)
+            elif job.kind is JobKind.PARKED_LOAD:
+                self._landed(flight)
+                self._failed.append(job.request_id)
+            logger.error(
+                "LayerStream: job %d (%s of request %s, %d blocks) was answered by %d of %d ranks within %g s and is "
+                "given up; its memory stays out of use until they answer",
+                job.job_id, job.kind.name, job.request_id, len(job.block_ids), flight.answers, self._world_size,
+                self._job_deadline_s,
+            )  # fmt: skip
+
+    def report(self, report: Report) -> Outcome:
+        """Count what ranks say happened. A job has ended once all of them answered, and failed if one of them failed.
+
+        Answers for jobs that have ended already are ignored.
+
+        Raises:
+            TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
+        """
+        broken: list[str] = []
+        # Failures first: a job must be known to have failed before its last answer is counted.
+        for answers, failed in ((report.failed, True), (report.done, False)):
+            for job_id, ranks in answers.items():
+                flight = self._flights.get(job_id) or self._overdue.get(job_id)
+                if flight is None:
+                    continue
+                flight.failed = flight.failed or failed
+                flight.answers += ranks
+                if flight.answers >= self._world_size:
+                    self._end(flight)
+                    if flight.failed and flight.job.kind is JobKind.LOAD:
+                        broken.append(flight.job.request_id)
+        if broken:
+            raise TransferError(
+                f"KV blocks of request(s) {', '.join(broken)} could not be loaded after their step had been scheduled; "
+                "their output would be wrong, so the engine must stop (with load_mode 'parked' only they fail)"
+            )
+        return self.take_outcome()
+
+    def take_outcome(self) -> Outcome:
+        """The parked requests not named yet: for steps in which no rank reports."""
+        outcome = Outcome(received=tuple(self._received), failed=tuple(self._failed))
+        self._received.clear()
+        self._failed.clear()
+        return outcome
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request, known or not. Its jobs go on, and its parked load is still named in an outcome."""
+        self._requests.pop(request_id, None)
+
+    def reset(self) -> bool:
+        """Forget every block, as after a change of weights. Nothing saved or loaded before is ever published after.
+
+        Requests that are running are not saved from until they get new blocks: theirs mix old and new.
+
+        Returns:
+            Whether no report was due.
+        """
+        self.epoch += 1
+        if self._index is not None:
+            self._index.clear()
+        for request in self._requests.values():
+            request.due = _NEVER
+        return not self._flights
+
+    def take_stats(self) -> CacheStats:
+        """Counts since the last call."""
+        stats, self._stats = self._stats, CacheStats()
+        if self._index is not None:
+            stats.evicted_chunks = self._index.evicted - self._evicted
+            self._evicted = self._index.evicted
+        return stats
+
+    def _due(self, request: _Request) -> int:
+        return (request.cursor + 1) * self._block_tokens if request.cursor < request.limit else _NEVER
+
+    def _pool(self) -> PrefixIndex:
+        assert self._index is not None, "there are no jobs before the pool is set up"
+        return self._index
+
+    def _load(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int], start: int, stop: int) -> None:
+        spans = self._index.locate(hashes, start, stop) if self._index is not None else None
+        if spans is None or len(block_ids) < stop:
+            raise TransferError(
+                f"request {request_id} was promised its blocks {start} to {stop - 1} (it has {len(block_ids)}), and "
+                "not all of them are in the host pool; only what the last match said may be loaded"
+            )
+        self._pool().pin(spans)
+        ids = tuple(block_ids[start:stop])
+        if self.parked:
+            self._holds.hold(ids)
+            self._arriving[hashes[start]] = self._send(JobKind.PARKED_LOAD, request_id, ids, spans, hashes[start])
+        else:
+            self._send(JobKind.LOAD, request_id, ids, spans)
+
+    def _send(
+        self, kind: JobKind, request_id: str, ids: tuple[int, ...], spans: list[Span], wanted: bytes | None = None
+    ) -> int:
+        self._last_job += 1
+        job = Job(
+            job_id=self._last_job, kind=kind, request_id=request_id, block_ids=ids, pool_runs=self._pool().runs(spans)
+        )
+        self._flights[job.job_id] = _Flight(job=job, spans=spans, wanted=wanted)
+        self._outbox.append(job)
+        return job.job_id
+
+    def _landed(self, flight: _Flight) -> None:
+        """A parked load has ended or was given up: requests that waited for its blocks need not any more."""
+        if flight.wanted is not None and self._arriving.get(flight.wanted) == flight.job.job_id:
+            del self._arriving[flight.wanted]
+
+    def _end(self, flight: _Flight) -> None:
+        """Every rank has answered: nothing reads or writes the job's memory any more."""
+        pool, job = self._pool(), flight.job
+        in_time = self._flights.pop(job.job_id, None) is not None
+        if not in_time:
+            del self._overdue[job.job_id]
+        if job.kind is JobKind.SAVE:
+            if in_time and not flight.failed:
+                self._stats.saved_blocks += pool.publish(flight.spans)
+                return
+            if in_time:
+                logger.warning(
+                    "LayerStream: a rank could not save %d blocks of request %s; they are not cached",
+                    len(job.block_ids), job.request_id,
+                )  # fmt: skip
+                pool.abandon(flight.spans)
+            pool.retire(flight.spans)
+            return
+        pool.unpin(flight.spans)
+        if job.kind is JobKind.PARKED_LOAD:
+            self._holds.release(job.block_ids)
+            if in_time:
+                self._landed(flight)
+                (self._failed if flight.failed else self._received).append(job.request_id)

@@ -1,0 +1,40 @@
+"""Every error layerstream raises on purpose.
+
+    LayerStreamError
+    ├── ConfigError          also ValueError           an option that cannot be used
+    ├── GeometryError        also ValueError           a KV layout that is not understood
+    ├── PoolError            also MemoryError          the host pool cannot be set up
+    └── TransferError        also RuntimeError         bytes did not arrive as promised
+        ├── TransferTimeout  also TimeoutError         a copy did not end by its deadline
+        └── VerifyError                                bytes arrived, and are not those saved
+
+A message says what was wrong, what is allowed and what to do.
+"""
+
+
+class LayerStreamError(Exception):
+    """Base of every error layerstream raises on purpose."""
+
+
+class ConfigError(LayerStreamError, ValueError):
+    """An option is unknown, of the wrong type, or has an impossible value."""
+
+
+class GeometryError(LayerStreamError, ValueError):
+    """A KV cache layout is not understood; the message names the layer."""
+
+
+class PoolError(LayerStreamError, MemoryError):
+    """The host pool cannot be set up as asked."""
+
+
+class TransferError(LayerStreamError, RuntimeError):
+    """A transfer that the engine relies on failed; the message names the requests."""
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A transfer did not end by its deadline."""
+
+
+class VerifyError(TransferError):
+    """Restored bytes differ from the bytes that were saved (option `verify`)."""

@@ -1,0 +1,314 @@
+"""Host memory for pages: equal segments, each layer-major inside, pinned whole or not at all.
+
+The bytes of one pool page (see `layerstream.jobs`) lie in one segment, at the same place of every layer:
+`[segment][layer][page]`. Consecutive pages of a layer are one range of memory up to the segment's border, so a prefix
+that was saved in order moves in a few large copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import mmap
+import os
+import resource
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from layerstream.errors import PoolError
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 1 << 30
+"""Default size of a segment: the unit of registration and of failure."""
+PIN_BYTES = 256 << 20
+"""Most bytes registered by one call: a call holds the process's memory map and the driver for as long as it takes."""
+ALIGNMENT = 4096
+"""Layers start on multiples of this within a segment: the memory page, and what O_DIRECT asks for."""
+BUDGET_SHARE = 0.25
+"""Part of the available memory that the ranks of one machine take together when nobody says how much."""
+
+
+class Pinner(Protocol):
+    """Makes host memory reachable by the device's copy engines."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Pin `nbytes` at `address`. False if refused; nothing is pinned then and no error is left behind."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register(address, ...)`. No copy may be using the memory."""
+
+
+class HostPool:
+    """Pages of every layer in host memory. Not thread-safe to close; views may be taken from any thread."""
+
+    def __init__(
+        self,
+        *,
+        page_bytes: Sequence[int],
+        chunk_blocks: int,
+        budget_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        pin: Pinner | None = None,
+        touch_threads: int | None = None,
+    ) -> None:
+        """Map the memory, make the first segment resident, and pin every segment if `pin` is given.
+
+        Args:
+            page_bytes: bytes of one page of each layer.
+            chunk_blocks: pages in a slot.
+            budget_bytes: most bytes to take; the pool is the whole slots, in equal segments, that fit.
+            segment_bytes: most bytes in a segment, unless one slot is larger.
+            pin: registers the memory; None leaves it pageable.
+            touch_threads: threads that touch the first segment; None for one a usable core, at most 8.
+
+        Raises:
+            PoolError: the budget cannot hold one slot, a size is not positive, or the system has no such memory.
+        """
+        if not page_bytes or min(page_bytes) < 1 or chunk_blocks < 1:
+            raise PoolError(
+                f"a pool of {len(page_bytes)} layers with pages of {list(page_bytes)[:4]} bytes and {chunk_blocks} "
+                "blocks a chunk holds nothing; all of them must be at least 1"
+            )
+        self._page_bytes = tuple(page_bytes)
+        self._chunk_blocks = chunk_blocks
+        slot_bytes = self._segment_layout(1)[-1]
+        if budget_bytes < slot_bytes:
+            raise PoolError(
+                f"a host pool of {budget_bytes / 2**30:.3f} GiB cannot hold one chunk of {chunk_blocks} blocks; "
+                f"set host_gib to at least {math.ceil(slot_bytes / 2**30 * 1000) / 1000}"
+            )
+        limit = max(slot_bytes, min(segment_bytes, budget_bytes))
+        segments = min(-(-budget_bytes // limit), budget_bytes // slot_bytes)
+        self._slots_per_segment = self._slots_within(budget_bytes // segments)
+        offsets = self._segment_layout(self._slots_per_segment)
+        self._layer_offsets, self._segment_bytes = offsets[:-1], offsets[-1]
+        self.pages_per_segment = self._slots_per_segment * chunk_blocks
+        """Pages of one layer in a segment; no range of pages crosses a multiple of it."""
+        self._segments = [self._map_segment() for _ in range(segments)]
+        self._spans = [self._layer_views(segment) for segment in self._segments]
+        self._pin = pin
+        self._registered: list[int] = []
+        _touch(self._segments[0], touch_threads or min(8, len(os.sched_getaffinity(0))))
+        if pin is not None:
+            self._register_all(pin)
+
+    @property
+    def slots(self) -> int:
+        """Chunks the pool holds."""
+        return len(self._segments) * self._slots_per_segment
+
+    @property
+    def pages(self) -> int:
+        """Blocks the pool holds."""
+        return len(self._segments) * self.pages_per_segment
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory mapped, padding between layers included."""
+        return len(self._segments) * self._segment_bytes
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device may read and write the pool on its own: all of it, never a part."""
+        return bool(self._registered)
+
+    def span(self, layer: int, page: int, count: int) -> torch.Tensor:
+        """Pages `page .. page + count - 1` of a layer as one view: `uint8[count * page_bytes[layer]]`, no copy.
+
+        The pages must lie in one segment (see `split`).
+        """
+        segment, first = divmod(page, self.pages_per_segment)
+        assert page >= 0 and 0 < count <= self.pages_per_segment - first, (
+            f"pages {page}..{page + count - 1} leave their segment of {self.pages_per_segment} pages"
+        )
+        size = self._page_bytes[layer]
+        return self._spans[segment][layer].narrow(0, first * size, count * size)
+
+    def split(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Cut a run of consecutive pages at segment borders: `(first page, count)` pairs that `span` accepts."""
+        runs = []
+        while count > 0:
+            fits = min(count, self.pages_per_segment - first % self.pages_per_segment)
+            runs.append((first, fits))
+            first, count = first + fits, count - fits
+        return runs
+
+    def fingerprint(self, page: int) -> int:
+        """xxh3_64 over the bytes of one pool page, layer after layer: what `verify` compares."""
+        digest = xxhash.xxh3_64()
+        for layer in range(len(self._page_bytes)):
+            digest.update(self.span(layer, page, 1).numpy().data)
+        return digest.intdigest()
+
+    def close(self) -> None:
+        """Unpin and give up the memory. Idempotent; no copy may be running.
+
+        Memory goes back to the system with the last view of it: views that are still alive stay readable.
+        """
+        self._unregister_all()
+        self._spans.clear()
+        self._segments.clear()
+
+    def _segment_layout(self, slots: int) -> list[int]:
+        """Offset of each layer in a segment of `slots` slots, and the segment's size as the last entry."""
+        strides = (_round_up(slots * self._chunk_blocks * size, ALIGNMENT) for size in self._page_bytes)
+        return list(itertools.accumulate(strides, initial=0))
+
+    def _slots_within(self, nbytes: int) -> int:
+        """The most slots whose padded layers fit in `nbytes`; `nbytes` holds at least one."""
+        padding = (ALIGNMENT - 1) * len(self._page_bytes)
+        exact = self._chunk_blocks * sum(self._page_bytes)
+        slots = max(1, (nbytes - padding) // exact)
+        while self._segment_layout(slots + 1)[-1] <= nbytes:
+            slots += 1
+        return slots
+
+    def _map_segment(self) -> torch.Tensor:
+        """`uint8[segment_bytes]` of zeros. The mapping lives exactly as long as the tensor and its views."""
+        try:
+            memory = mmap.mmap(-1, self._segment_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise PoolError(
+                f"the system refused {self._segment_bytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
+            ) from error
+        # A fork would move the parent's pages away from under a running DMA at the parent's next write, and a core
+        # dump would hold users' prompts. Huge pages save address translations. All are advice: a kernel may lack them.
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
+            with suppress(OSError):
+                memory.madvise(advice)
+        # By way of numpy: its array keeps the mapping exported, torch.frombuffer keeps only the Python object.
+        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+    def _layer_views(self, segment: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            segment.narrow(0, offset, self.pages_per_segment * size)
+            for offset, size in zip(self._layer_offsets, self._page_bytes, strict=True)
+        ]
+
+    def _register_all(self, pin: Pinner) -> None:
+        """Pin everything or nothing: a pool that is half pinned is slow or wrong in ways that nobody can see."""
+        for segment in self._segments:
+            for offset, nbytes in self._pin_pieces():
+                address = segment.data_ptr() + offset
+                if not pin.register(address, nbytes):
+                    refused = len(self._registered)
+                    self._unregister_all()
+                    logger.warning(
+                        "Cannot pin the host pool: %d MiB were refused after %d pieces. It stays in plain memory: "
+                        "transfers are right but slower, and cannot overlap as well. Lower host_gib, raise the "
+                        "locked-memory limit (ulimit -l) or give the container IPC_LOCK.",
+                        nbytes >> 20,
+                        refused,
+                    )
+                    return
+                self._registered.append(address)
+
+    def _pin_pieces(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what is registered by one call: whole layers, joined while they stay within PIN_BYTES.
+
+        A layer is cut only if it is larger by itself, so that copies seldom span two registrations.
+        """
+        pieces: list[tuple[int, int]] = []
+        start = 0
+        for layer, following in itertools.pairwise([*self._layer_offsets, self._segment_bytes]):
+            if start < layer and following - start > PIN_BYTES:
+                pieces.append((start, layer - start))
+                start = layer
+            while following - start > PIN_BYTES:
+                pieces.append((start, PIN_BYTES))
+                start += PIN_BYTES
+        pieces.append((start, self._segment_bytes - start))
+        return pieces
+
+    def _unregister_all(self) -> None:
+        while self._registered:
+            assert self._pin is not None
+            self._pin.unregister(self._registered.pop())
+
+
+def default_budget(
+    *,
+    local_ranks: int,
+    pinned: bool,
+    meminfo: Path = Path("/proc/meminfo"),
+    own_cgroup: Path = Path("/proc/self/cgroup"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Bytes for one rank's pool when `host_gib` is not set.
+
+    A quarter of the memory that is available to this process, shared between the machine's ranks, and no more than
+    may be locked (RLIMIT_MEMLOCK, which holds per process) if it is to be pinned. Available is the least of
+    MemAvailable and, for the process's cgroup and each of its ancestors, limit - usage + inactive page cache (the
+    kernel drops that first; a freshly read checkpoint fills it).
+
+    Args:
+        local_ranks: ranks on this machine that make a pool each.
+        pinned: whether the pool will be pinned.
+        meminfo: where the kernel says what is free.
+        own_cgroup: where it says which cgroup this process is in.
+        cgroups: where the cgroup file system is mounted (v2, or v1 with its `memory` folder).
+
+    Raises:
+        PoolError: the system does not say how much memory is available.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError) as error:
+        raise PoolError(f"{meminfo} does not tell how much memory is available ({error!r}); set host_gib") from error
+    budget = int(min([available, *_cgroup_headroom(own_cgroup, cgroups)]) * BUDGET_SHARE) // local_ranks
+    if pinned:
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if locked != resource.RLIM_INFINITY:
+            budget = min(budget, locked)
+    return budget
+
+
+def _cgroup_headroom(own_cgroup: Path, cgroups: Path) -> list[int]:
+    """Bytes that each limited cgroup around this process could still give it; empty outside any limit.
+
+    Interface files: the kernel's admin-guide/cgroup-v2.rst (Memory) and cgroup-v1/memory.rst.
+    """
+    try:
+        lines = own_cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    headroom = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        # A container may see its host's path while its own group is mounted at the root: missing folders are skipped.
+        names = Path(path).parts[1:]
+        for folder in (mount.joinpath(*names[:depth]) for depth in range(len(names) + 1)):
+            with suppress(OSError, ValueError):
+                free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                headroom.append(max(0, free + int(stat.get(cache, 0))))
+    return headroom
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _touch(segment: torch.Tensor, threads: int) -> None:
+    """Write to every memory page, so that the system provides it here and not in the middle of a first save."""
+    first_bytes = segment.numpy()[::ALIGNMENT]
+    with ThreadPoolExecutor(threads, thread_name_prefix="layerstream-touch") as workers:
+        for part in np.array_split(first_bytes, threads):
+            workers.submit(part.fill, 0)

@@ -1,0 +1,380 @@
+"""What the host pool holds: a forest of chunks, each up to k consecutive blocks of one prefix.
+
+Keys are the engine's chained block hashes, so an equal hash means an equal prefix up to and including that block. Only
+a chunk's first hash is looked up; the rest is compared inside the chunk. Block i of a chunk lives at pool page
+`slot * k + i`.
+
+Two rules shape everything. A block is indexed only while every block before it is, and published only after every block
+before it: what the index knows of a prompt is always a head of it, and only chunks that nothing hangs behind are
+evicted. And a slot is handed on only when no transfer can touch it any more, whatever has become of its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from layerstream.policies import LRU, EvictionPolicy
+from layerstream.slots import SlotAllocator
+
+
+class Chunk:
+    """One slot and the blocks in it. Compared by identity; only the index changes it."""
+
+    __slots__ = (
+        "at", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "ready", "slot", "used",
+        "writers",
+    )  # fmt: skip
+
+    def __init__(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int) -> None:
+        self.slot = slot
+        self.hashes = hashes
+        """Hashes of its blocks, those still being written included."""
+        self.ready = 0
+        """Number of leading blocks that are published."""
+        self.landed: dict[int, int] | None = None
+        """start -> stop of blocks that are complete, but behind blocks that are not."""
+        self.pins = 0
+        """Loads that read the slot."""
+        self.writers = 0
+        """Saves that may write to the slot."""
+        self.live = True
+        """Whether it is in the index. If not, it only keeps its slot until pins and writers are gone."""
+        self.closed = False
+        """Whether blocks were cut off its end: a late save may still write there, so it must not grow again."""
+        self.parent = parent
+        self.at = at
+        """Number of the parent's blocks that come before this chunk."""
+        self.children: list[Chunk] = []
+        self.place = 0
+        """Position among the parent's children."""
+        self.used = 0
+
+
+class Span(NamedTuple):
+    """Blocks `lo .. hi - 1` of a chunk."""
+
+    chunk: Chunk
+    lo: int
+    hi: int
+
+
+class PrefixIndex:
+    """The one owner of which block is where, who uses it, and what goes when room is needed.
+
+    Args:
+        slots: slots of the host pool, each of `chunk_blocks` pages.
+        chunk_blocks: most blocks in one chunk.
+        policy: chooses what to evict; LRU by default.
+    """
+
+    def __init__(self, *, slots: int, chunk_blocks: int, policy: EvictionPolicy[Chunk] | None = None) -> None:
+        self.chunk_blocks = chunk_blocks
+        self.evicted = 0
+        """Chunks evicted so far."""
+        self._heads: dict[bytes, Chunk] = {}
+        self._slots = SlotAllocator(slots)
+        self._policy: EvictionPolicy[Chunk] = LRU() if policy is None else policy
+
+    @property
+    def slots(self) -> int:
+        """Slots of the host pool."""
+        return self._slots.slots
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in the index."""
+        return len(self._heads)
+
+    @property
+    def used(self) -> int:
+        """Slots that hold chunks, or wait for a transfer to end."""
+        return self._slots.slots - self._slots.free
+
+    def match(self, hashes: Sequence[bytes], stop: int) -> int:
+        """Number of leading blocks that are published, at most `stop`. Changes nothing, not even recency."""
+        return self._reach(hashes, 0, min(stop, len(hashes)), published=True)
+
+    def known(self, hashes: Sequence[bytes], start: int, stop: int) -> int:
+        """The first block from `start` on that is not indexed, at most `stop`. Blocks being written are indexed."""
+        return self._reach(hashes, start, stop, published=False)
+
+    def locate(self, hashes: Sequence[bytes], start: int, stop: int) -> list[Span] | None:
+        """Where the published blocks `start .. stop - 1` are, in order; None if any of them is not published."""
+        spans = list(self._spans(hashes, start, stop))
+        whole = sum(hi - lo for _, lo, hi in spans) == stop - start
+        return spans if whole and all(hi <= chunk.ready for chunk, _, hi in spans) else None
+
+    def runs(self, spans: Iterable[Span]) -> tuple[tuple[int, int], ...]:
+        """(first pool page, count) of the spans' pages in order, neighbours joined."""
+        runs: list[tuple[int, int]] = []
+        for chunk, lo, hi in spans:
+            page = chunk.slot * self.chunk_blocks + lo
+            first, count = runs[-1] if runs else (page, 0)
+            if runs and first + count == page:
+                runs[-1] = (first, count + hi - lo)
+            else:
+                runs.append((page, hi - lo))
+        return tuple(runs)
+
+    def touch(self, hashes: Sequence[bytes], stop: int) -> None:
+        """Blocks `0 .. stop - 1` were used, as far as they are published.
+
+        It is enough to stamp the last chunk: none before it can go earlier, and each takes over the stamp of what went.
+        """
+        matched = self.match(hashes, stop)
+        if matched and (found := self._owner(hashes, matched - 1)) is not None:
+            self._policy.touch(found[0])
+
+    def pin(self, spans: Iterable[Span]) -> None:
+        """A load reads these blocks: their chunks stay until as many `unpin` have come."""
+        for chunk, _, _ in spans:
+            chunk.pins += 1
+            self._settle(chunk)
+
+    def unpin(self, spans: Iterable[Span]) -> None:
+        """A load that pinned these blocks has ended."""
+        for chunk, _, _ in spans:
+            assert chunk.pins > 0, f"slot {chunk.slot} was unpinned more often than pinned"
+            chunk.pins -= 1
+            self._settle(chunk)
+
+    def reserve(self, hashes: Sequence[bytes], start: int, stop: int) -> list[Span] | None:
+        """Make room for blocks `start .. stop - 1`, none of which is indexed, and index them as being written.
+
+        The chunk that ends before `start` grows in place if it can; the rest goes to chunks of its own. Each span must
+        end in exactly one `publish` or `retire`.
+
+        Returns:
+            The spans in order. None, and nothing changed, if the pool has no room that can be evicted, or if block
+            `start - 1` is not indexed: what follows it could never be found.
+        """
+        before = None
+        if start and (before := self._owner(hashes, start - 1)) is None:
+            return None
+        parent, at = (None, 0) if before is None else (before[0], before[1] + 1)
+        grown = 0
+        if parent is not None and at == len(parent.hashes) and not parent.closed:
+            grown = min(self.chunk_blocks - at, stop - start)
+        slots = self._room(-(-(stop - start - grown) // self.chunk_blocks), keep=parent)
+        if slots is None:
+            return None
+        spans: list[Span] = []
+        if parent is not None and grown:
+            parent.hashes.extend(hashes[start : start + grown])
+            spans.append(Span(parent, at, at + grown))
+            at += grown
+        firsts = range(start + grown, stop, self.chunk_blocks)
+        for slot, first in zip(slots, firsts, strict=True):
+            chunk = self._insert(slot, list(hashes[first : min(first + self.chunk_blocks, stop)]), parent, at)
+            parent, at = chunk, len(chunk.hashes)
+            spans.append(Span(chunk, 0, at))
+        for chunk, _, _ in spans:
+            chunk.writers += 1
+            self._settle(chunk)
+        if spans:
+            self._policy.touch(spans[-1].chunk)
+        return spans
+
+    def publish(self, spans: Iterable[Span]) -> int:
+        """Every rank's bytes of these reserved spans are in place. They are hits once those before them are too.
+
+        Returns:
+            Blocks that count; less than all if some were abandoned or forgotten meanwhile.
+        """
+        blocks = 0
+        for chunk, lo, hi in spans:
+            if hi <= len(chunk.hashes):
+                blocks += hi - lo
+                chunk.landed = {**(chunk.landed or {}), lo: hi}
+                self._advance(chunk)
+            self._end_write(chunk)
+        return blocks
+
+    def abandon(self, spans: Iterable[Span]) -> None:
+        """These reserved spans will never be published: they, and all that hangs behind them, leave the index.
+
+        Their writers may still write: `retire` says when they have stopped.
+        """
+        for chunk, lo, _ in spans:
+            if lo < len(chunk.hashes):
+                self._cut(chunk, lo)
+
+    def retire(self, spans: Iterable[Span]) -> None:
+        """The writers of these abandoned spans have stopped."""
+        for chunk, _, _ in spans:
+            self._end_write(chunk)
+
+    def clear(self) -> None:
+        """Forget every block. What is being written is never published; slots in use stay until their users end."""
+        idle: list[int] = []
+        for chunk in self._heads.values():
+            self._policy.discard(chunk)
+            chunk.live = False
+            chunk.hashes = []
+            chunk.parent = None
+            chunk.children = []
+            if not (chunk.pins or chunk.writers):
+                idle.append(chunk.slot)
+        self._heads.clear()
+        self._slots.give(idle)
+
+    def _owner(self, hashes: Sequence[bytes], block: int) -> tuple[Chunk, int] | None:
+        """The chunk that holds a block, and the block's position in it.
+
+        A block is in one chunk at most, and the head of that chunk is the nearest head before it.
+        """
+        for first in range(block, max(block - self.chunk_blocks, -1), -1):
+            chunk = self._heads.get(hashes[first])
+            if chunk is not None:
+                position = block - first
+                inside = position < len(chunk.hashes) and chunk.hashes[position] == hashes[block]
+                return (chunk, position) if inside else None
+        return None
+
+    def _reach(self, hashes: Sequence[bytes], low: int, high: int, *, published: bool) -> int:
+        """The first block of `low .. high - 1` that is not indexed, or not published; `high` if there is none.
+
+        Both sets hold a head of every prompt and nothing else, so this is a binary search: with each probe a walk back
+        to the head of a chunk, it stays far below a walk over the chunks of a long prompt, most of which are not in
+        any CPU cache.
+        """
+        while low < high:
+            # The first probe asks for the first block: most prompts that miss share nothing at all.
+            middle = (low + high) // 2 if low else 0
+            found = self._owner(hashes, middle)
+            if found is None:
+                high = middle
+                continue
+            chunk, position = found
+            count = (chunk.ready if published else len(chunk.hashes)) - position
+            if count <= 0:
+                high = middle
+            else:
+                low = middle + _common(chunk.hashes, position, min(count, high - middle), hashes, middle)
+        return low
+
+    def _spans(self, hashes: Sequence[bytes], start: int, stop: int) -> Iterator[Span]:
+        """Indexed blocks from `start` on, published or not, up to `stop` or the first that is not indexed."""
+        at = start
+        found = self._owner(hashes, at) if at < stop else None
+        while found is not None:
+            chunk, lo = found
+            count = _common(chunk.hashes, lo, min(len(chunk.hashes) - lo, stop - at), hashes, at)
+            yield Span(chunk, lo, lo + count)
+            at += count
+            after = self._heads.get(hashes[at]) if at < stop else None
+            found = None if after is None else (after, 0)
+
+    def _insert(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int) -> Chunk:
+        assert hashes[0] not in self._heads, "a block that is indexed was reserved again"
+        chunk = Chunk(slot, hashes, parent, at)
+        self._heads[hashes[0]] = chunk
+        if parent is not None:
+            chunk.place = len(parent.children)
+            parent.children.append(chunk)
+            self._settle(parent)
+        return chunk
+
+    def _room(self, count: int, *, keep: Chunk | None) -> list[int] | None:
+        """Take `count` slots, evicting what it takes but never `keep`; None, and nothing changed, if that is not
+        enough."""
+        if keep is not None:
+            keep.pins += 1
+            self._settle(keep)
+        victims = self._victims(count - self._slots.free)
+        for chunk in victims or ():
+            self._drop(chunk)
+            self.evicted += 1
+        if keep is not None:
+            keep.pins -= 1
+            self._settle(keep)
+        return None if victims is None else self._slots.take(count)
+
+    def _victims(self, count: int) -> list[Chunk] | None:
+        """Take `count` chunks out of the policy, each before its parent. None if there are fewer: the policy is as it
+        was."""
+        victims: list[Chunk] = []
+        left: dict[Chunk, int] = {}
+        while len(victims) < count:
+            chunk = self._policy.pop()
+            if chunk is None:
+                for victim in victims:
+                    self._settle(victim)
+                return None
+            victims.append(chunk)
+            parent = chunk.parent
+            if parent is not None:
+                left[parent] = left.get(parent, len(parent.children)) - 1
+                parent.used = max(parent.used, chunk.used)
+                if not left[parent] and not parent.pins and not parent.writers:
+                    self._policy.add(parent)
+        return victims
+
+    def _cut(self, chunk: Chunk, length: int) -> None:
+        """Forget a chunk's blocks from `length` on, and every chunk that hangs behind one of them."""
+        behind = [child for child in chunk.children if child.at > length]
+        for child in behind:
+            behind.extend(child.children)
+        for child in reversed(behind):
+            self._drop(child)
+        if length == 0:
+            self._drop(chunk)
+            return
+        del chunk.hashes[length:]
+        chunk.closed = True
+        if chunk.landed:
+            chunk.landed = {lo: hi for lo, hi in chunk.landed.items() if lo < length}
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Take a chunk without children out of the index; its slot is free once nobody uses it."""
+        del self._heads[chunk.hashes[0]]
+        parent, chunk.parent = chunk.parent, None
+        if parent is not None:
+            last = parent.children.pop()
+            if last is not chunk:
+                parent.children[chunk.place] = last
+                last.place = chunk.place
+            parent.used = max(parent.used, chunk.used)
+            self._settle(parent)
+        chunk.live = False
+        chunk.hashes = []
+        self._policy.discard(chunk)
+        self._settle(chunk)
+
+    def _advance(self, first: Chunk) -> None:
+        """Publish what has landed in a chunk, then in those behind it, as far as everything before it is published."""
+        queue = [first]
+        for chunk in queue:
+            if not chunk.landed or (chunk.parent is not None and chunk.parent.ready < chunk.at):
+                continue
+            while (ready := chunk.landed.pop(chunk.ready, None)) is not None:
+                chunk.ready = ready
+            chunk.landed = chunk.landed or None
+            queue.extend(chunk.children)
+
+    def _end_write(self, chunk: Chunk) -> None:
+        assert chunk.writers > 0, f"slot {chunk.slot} had more writes ended than begun"
+        chunk.writers -= 1
+        self._settle(chunk)
+
+    def _settle(self, chunk: Chunk) -> None:
+        """After a change: hand on a dead chunk's slot, or tell the policy whether a live chunk may go."""
+        busy = chunk.pins or chunk.writers
+        if not chunk.live:
+            if not busy:
+                self._slots.give((chunk.slot,))
+        elif busy or chunk.children:
+            self._policy.discard(chunk)
+        else:
+            self._policy.add(chunk)
+
+
+def _common(mine: Sequence[bytes], lo: int, count: int, theirs: Sequence[bytes], at: int) -> int:
+    """How many of `mine[lo:]` equal `theirs[at:]`, at most `count`. Chained: the last one equal means all equal."""
+    if count > 0 and mine[lo + count - 1] == theirs[at + count - 1]:
+        return count
+    same = 0
+    while same < count and mine[lo + same] == theirs[at + same]:
+        same += 1
+    return same

@@ -1,0 +1,92 @@
+"""What crosses from the scheduler half to the worker halves and back: small, frozen, picklable.
+
+A block is named by the id that vLLM's block pool gave it; its bytes in the host pool are named by a *pool page*: an
+index over all pages of one layer, the same number on every layer and rank (`slot * chunk_blocks + position in chunk`).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from layerstream.metrics import TransferStats
+
+
+class JobKind(enum.IntEnum):
+    """Direction of a job, seen from the GPU."""
+
+    LOAD = 1
+    """Host pool to KV cache, layer by layer, gated: the same step's attention waits for each layer."""
+    PARKED_LOAD = 2
+    """Host pool to KV cache for a request that is not scheduled until every rank reported the job done."""
+    SAVE = 3
+    """KV cache to host pool."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one request to move in one direction, over all layers.
+
+    `block_ids[i]` pairs with the i-th page of `pool_runs` read in order.
+    """
+
+    job_id: int
+    """Unique over the life of the scheduler half; never reused, so a late report cannot hit another job."""
+    kind: JobKind
+    request_id: str
+    block_ids: tuple[int, ...]
+    """Manager block ids, each >= 0, in prefix order."""
+    pool_runs: tuple[tuple[int, int], ...]
+    """(first pool page, count) of consecutive pages; counts sum to `len(block_ids)`."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the worker halves do for one scheduler step."""
+
+    step: int
+    jobs: tuple[Job, ...] = ()
+
+    @property
+    def gated(self) -> bool:
+        """Whether this step's forward must wait for layers loaded in it (the step's sync flag)."""
+        return any(job.kind is JobKind.LOAD for job in self.jobs)
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What worker halves say happened since the last report: counts of ranks per job.
+
+    Reports add up: over the ranks of one step (`merge`) and, in the scheduler half, over steps until a job has been
+    counted `world_size` times.
+    """
+
+    done: dict[int, int] = msgspec.field(default_factory=dict)
+    """job id -> number of ranks whose bytes are complete."""
+    failed: dict[int, int] = msgspec.field(default_factory=dict)
+    """job id -> number of ranks that gave up; a job one rank failed has failed."""
+    stats: TransferStats = msgspec.field(default_factory=TransferStats)
+
+    def merge(self, other: Report) -> Report:
+        """Add another rank's report; returns a new one."""
+        done, failed = dict(self.done), dict(self.failed)
+        for mine, theirs in ((done, other.done), (failed, other.failed)):
+            for job_id, count in theirs.items():
+                mine[job_id] = mine.get(job_id, 0) + count
+        return Report(done=done, failed=failed, stats=self.stats.merge(other.stats))
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker half tells the scheduler half once, after its pool is set up."""
+
+    rank: int
+    pool_slots: int
+    chunk_blocks: int
+    layers: int
+    block_bytes: int
+    """Bytes of one block over all layers of this rank."""
+    pinned: bool
+    device: str
+    geometry: str
+    """Digest of the rank's layers and pages (`layerstream.identity.canonical_digest`)."""
+    attention_backend: str
+    isa: str | None
+    """Instruction set the pages are packed for; None on a GPU."""

@@ -1,0 +1,89 @@
+"""What is counted, and the one line an interval that says it.
+
+Times come from device events; "exposed stall" is the time the compute stream waited at gates, and
+overlap ratio = 1 - exposed stall / load time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """Counts of one worker half since its last report. Adding two is field by field."""
+
+    load_blocks: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    """Sum over loads of the time from the first copy's start to the last layer's end."""
+    gated_load_seconds: float = 0.0
+    """The part of `load_seconds` that gates could expose: loads whose step waited for them layer by layer."""
+    stall_seconds: float = 0.0
+    """Time the compute stream waited for gated loads."""
+    save_blocks: int = 0
+    save_bytes: int = 0
+    save_seconds: float = 0.0
+    """Sum over layers of the time from a save's gather to the end of its copies; waiting for the model not counted."""
+    verified_blocks: int = 0
+    """Blocks whose bytes were compared because `verify` is on."""
+
+    def merge(self, other: TransferStats) -> TransferStats:
+        """Field-wise sum; returns a new object."""
+        return TransferStats(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__struct_fields__)
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """1 - stall / load time of gated loads, clipped at 0; None without gated loads."""
+        if self.gated_load_seconds <= 0.0:
+            return None
+        return max(0.0, 1.0 - self.stall_seconds / self.gated_load_seconds)
+
+
+class CacheStats(msgspec.Struct, kw_only=True):
+    """Counts of the scheduler half since the last line."""
+
+    queried_tokens: int = 0
+    """Tokens of prompts that were asked about and not already in vLLM's own cache, counted once per request."""
+    hit_tokens: int = 0
+    """Tokens that requests were admitted to load."""
+    saved_blocks: int = 0
+    """Blocks published."""
+    dropped_blocks: int = 0
+    """Blocks not saved because the pool had no room that could be evicted."""
+    evicted_chunks: int = 0
+    expired_jobs: int = 0
+    """Jobs whose report did not come by the deadline."""
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    if not nbytes:
+        return "0 B"
+    size = f"{nbytes / 1e6:.1f} MB"
+    return f"{size} at {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else size
+
+
+def interval_line(cache: CacheStats, moved: TransferStats, *, pool_used: int, pool_slots: int) -> str:
+    """The line logged every `log_interval_s` seconds in which something happened."""
+    overlap = moved.overlap_ratio
+    parts = [
+        f"hit {cache.hit_tokens}/{cache.queried_tokens} tokens",
+        f"loaded {_rate(moved.load_bytes, moved.load_seconds)}",
+        f"saved {_rate(moved.save_bytes, moved.save_seconds)}",
+        f"overlap {'-' if overlap is None else f'{overlap:.3f}'}",
+        f"exposed stall {moved.stall_seconds * 1e3:.2f} ms",
+        f"pool {pool_used}/{pool_slots} slots",
+    ]
+    for count, what in (
+        (cache.dropped_blocks, "blocks not saved: pool full"),
+        (cache.evicted_chunks, "chunks evicted"),
+        (cache.expired_jobs, "jobs expired"),
+        (moved.verified_blocks, "blocks verified"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    return "LayerStream: " + ", ".join(parts)

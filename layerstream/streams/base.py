@@ -1,0 +1,73 @@
+"""The device seam: streams, events and memory, so that one engine runs on CUDA, on threads, and under test.
+
+A `Stream` runs what is queued on it in order. Two streams are ordered only through an `Event`: `a.record(e)` marks
+what has been queued on `a` so far, `b.wait(e)` keeps what is queued on `b` later behind it. Waiting for an event that
+was never recorded is an error here (in CUDA it silently does nothing). Memory is one-dimensional `torch.uint8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work; may be recorded again once nobody waits for the earlier point."""
+
+    def done(self) -> bool:
+        """Whether everything before the recorded point has finished. Never blocks.
+
+        Raises:
+            TransferError: an operation before the recorded point failed.
+        """
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    name: str
+
+    def record(self, event: Event) -> None:
+        """Set `event` to the point after everything queued so far."""
+
+    def wait(self, event: Event) -> None:
+        """Start whatever is queued later only after `event`'s point. Blocks no host thread, except that the CPU
+        device's compute stream *is* the calling thread."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy between two contiguous byte buffers of equal length (a DMA where one side is the GPU)."""
+
+    def launch(self, kernel: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        """Queue `kernel(*args, **kwargs)`. The kernel must use this stream alone and must not block the host."""
+
+
+class Device(Protocol):
+    """Where the KV cache lives. One per worker half; closed once."""
+
+    kind: str
+    """"cuda" or "cpu"."""
+
+    def compute(self) -> Stream:
+        """The stream the model runs on now (asked anew each step: frameworks may switch it)."""
+
+    def stream(self, name: str, *, priority: int) -> Stream:
+        """A new stream. Higher `priority` is scheduled first where the device can; 0 is the compute stream's."""
+
+    def event(self) -> Event:
+        """A new event, with timing."""
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Seconds between two events that are done."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised device memory: `uint8[nbytes]`, 256-byte aligned."""
+
+    def table(self, values: Sequence[int]) -> torch.Tensor:
+        """An `int32` table readable by kernels on any stream that waits for the compute stream; safe to drop at any
+        time after the last launch that reads it was queued and its event recorded. Does not block the host."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish queued work and release streams. False if work was still running after `timeout_s`."""

@@ -1,0 +1,102 @@
+"""Fingerprints of every block saved and restored (option `verify`): source == stored == restored, or an error.
+
+For debugging and for tests: it reads blocks back to the host at the end of the step and blocks the model thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from layerstream.errors import TransferTimeout, VerifyError
+from layerstream.jobs import JobKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerstream.geometry import KVGeometry
+    from layerstream.host_pool import HostPool
+    from layerstream.streams.base import Device
+    from layerstream.transfers import Transfer
+
+DEADLINE_S = 60.0
+"""A transfer that takes longer hangs."""
+
+
+class Verifier:
+    """Remembers what every pool page was saved from, and compares it with what is loaded."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        geometry: KVGeometry,
+        storages: Sequence[torch.Tensor],
+        pool: HostPool,
+        gather: Callable[..., None],
+    ) -> None:
+        """
+        Args:
+            device: where the KV cache lives.
+            geometry: its pages.
+            storages: per layer, `uint8` over the layer's whole storage.
+            pool: the host pool.
+            gather: `gather_pages` for this device.
+        """
+        self._device = device
+        self._geometry = geometry
+        self._storages = storages
+        self._pool = pool
+        self._gather = gather
+        self._saved: dict[int, int] = {}
+        self.compared = dict.fromkeys(JobKind, 0)
+        """Blocks compared so far, by the kind of job that moved them."""
+
+    def check(self, transfers: Sequence[Transfer]) -> int:
+        """Wait for `transfers` and compare every block of them. Returns the number of blocks compared.
+
+        Raises:
+            VerifyError: a block's bytes differ; the message names request, block and pool page.
+            TransferTimeout: a transfer did not end.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        for transfer in transfers:
+            while not transfer.finished():
+                if time.monotonic() > deadline:
+                    raise TransferTimeout(f"requests {', '.join(transfer.requests)}: not done after {DEADLINE_S:g} s")
+                time.sleep(0.0005)
+        compared = 0
+        for transfer in transfers:
+            for job in transfer.jobs:
+                pages = [first + i for first, count in job.pool_runs for i in range(count)]
+                for block, page in zip(job.block_ids, pages, strict=True):
+                    self._compare(job.kind, job.request_id, block, page)
+                    self.compared[job.kind] += 1
+                    compared += 1
+        return compared
+
+    def _compare(self, kind: JobKind, request: str, block: int, page: int) -> None:
+        cached, stored = self._block_fingerprint(block), self._pool.fingerprint(page)
+        if kind is JobKind.SAVE:
+            self._saved[page] = cached
+        expected = self._saved.get(page)
+        if cached == stored == expected:
+            return
+        what = "saved" if kind is JobKind.SAVE else "restored"
+        raise VerifyError(
+            f"request {request}: block {block} was {what} with other bytes than pool page {page} should hold "
+            f"(when saved {expected}, in the pool {stored}, in the KV cache {cached}); "
+            "please report this with the engine's layout and versions"
+        )
+
+    def _block_fingerprint(self, block: int) -> int:
+        digest = xxhash.xxh3_64()
+        table = self._device.table([block])
+        for layer, storage in zip(self._geometry.layers, self._storages, strict=True):
+            packed = self._device.empty(layer.page_bytes)
+            self._gather(packed, storage, layer, table)
+            digest.update(packed.cpu().numpy())
+        return digest.intdigest()

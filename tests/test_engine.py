@@ -1,0 +1,257 @@
+"""The worker half on the CPU device: steps, hooks in every order, bytes, reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerstream.assembly import build_engine, storage_bytes
+from layerstream.config import StreamConfig
+from layerstream.engine import StreamEngine
+from layerstream.errors import TransferError, VerifyError
+from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.timeline import read_timeline
+
+LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 5, 24, 2, 4, 16
+
+
+def kv_tensors() -> dict[str, torch.Tensor]:
+    """`[blocks, heads, tokens, width]` float32 per layer, in one storage, layer after layer."""
+    everything = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.float32)
+    return {
+        f"layer.{index}": part.view(BLOCKS, HEADS, TOKENS, WIDTH) for index, part in enumerate(everything.chunk(LAYERS))
+    }
+
+
+def make_engine(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
+    extra = {"host_gib": 0.01, "chunk_tokens": 3 * TOKENS, "staging_mib": 1, **options}
+    return build_engine(
+        tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra)
+    )
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return kv_tensors()
+
+
+@pytest.fixture
+def engine(tensors: dict[str, torch.Tensor]) -> Iterator[StreamEngine]:
+    engine = make_engine(tensors)
+    yield engine
+    assert engine.close(10.0)
+
+
+def job(job_id: int, kind: JobKind, blocks: list[int], *runs: tuple[int, int], request: str = "r") -> Job:
+    return Job(job_id=job_id, kind=kind, request_id=request, block_ids=tuple(blocks), pool_runs=runs)
+
+
+def run_step(engine: StreamEngine, *jobs: Job, hooks: bool = True, step: int = 1) -> None:
+    """One step as an engine with hooks runs it: gated loads before the forward, others after it."""
+    plan = StepPlan(step=step, jobs=jobs) if jobs else None
+    engine.begin_step(plan)
+    if plan is not None and plan.gated:
+        engine.start_loads(layerwise=hooks)
+    if hooks:
+        for layer in range(LAYERS):
+            engine.wait_layer(layer)
+            engine.save_layer(layer)
+    if plan is not None and not plan.gated:
+        engine.start_loads(layerwise=hooks)
+    engine.end_step()
+
+
+def reports(engine: StreamEngine, *job_ids: int) -> Report:
+    """Poll until every job is reported, done or failed."""
+    total = Report()
+    deadline = time.monotonic() + 20
+    while set(job_ids) - set(total.done) - set(total.failed):
+        assert time.monotonic() < deadline, f"jobs {job_ids} not reported: {total}"
+        if (report := engine.poll()) is not None:
+            total = total.merge(report)
+    return total
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["hooks run", "no hook runs"])
+def test_saved_blocks_come_back_byte_for_byte(
+    engine: StreamEngine, tensors: dict[str, torch.Tensor], hooks: bool
+) -> None:
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    run_step(engine, job(1, JobKind.SAVE, [3, 7, 4, 9], (2, 3), (9, 1)), hooks=hooks)
+    assert reports(engine, 1).done == {1: 1}
+    for tensor in tensors.values():
+        tensor[torch.tensor([3, 7, 4, 9])] = -1.0
+    run_step(engine, job(2, JobKind.LOAD, [20, 21, 22, 23], (2, 3), (9, 1)), hooks=hooks)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[20:24], before[name][torch.tensor([3, 7, 4, 9])])
+        untouched = [b for b in range(BLOCKS) if b not in (3, 7, 4, 9, 20, 21, 22, 23)]
+        assert torch.equal(tensor[torch.tensor(untouched)], before[name][torch.tensor(untouched)])
+    report = reports(engine, 2)
+    assert report.done == {2: 1}
+    assert report.stats.load_blocks == 4
+    assert report.stats.load_bytes == 4 * engine.geometry.block_bytes
+    assert report.stats.gated_load_seconds > 0
+
+
+def test_a_gate_waits_for_its_own_layer_and_no_other(
+    engine: StreamEngine, tensors: dict[str, torch.Tensor]
+) -> None:
+    run_step(engine, job(1, JobKind.SAVE, [0, 1], (0, 2)))
+    reports(engine, 1)
+    want = {name: tensor[:2].clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor[:2] = -1.0
+    engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.LOAD, [0, 1], (0, 2)),)))
+    engine.start_loads(layerwise=True)
+    for layer, (name, tensor) in enumerate(tensors.items()):
+        engine.wait_layer(layer)
+        assert torch.equal(tensor[:2], want[name]), name
+        engine.save_layer(layer)
+    engine.end_step()
+
+
+def test_hooks_may_run_twice_and_in_any_order(engine: StreamEngine, tensors: dict[str, torch.Tensor]) -> None:
+    want = {name: tensor[5].clone() for name, tensor in tensors.items()}
+    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, [5], (0, 1)),)))
+    for layer in (2, 0, 2, 4, 0):
+        engine.wait_layer(layer)
+        engine.save_layer(layer)
+    engine.end_step()
+    assert reports(engine, 1).stats.save_blocks == 1
+    run_step(engine, job(2, JobKind.LOAD, [6], (0, 1)))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[6], want[name])
+
+
+def test_a_parked_load_arrives_without_any_gate(engine: StreamEngine, tensors: dict[str, torch.Tensor]) -> None:
+    want = {name: tensor[2].clone() for name, tensor in tensors.items()}
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    reports(engine, 1)
+    run_step(engine, job(2, JobKind.PARKED_LOAD, [8], (4, 1)))
+    report = reports(engine, 2)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[8], want[name])
+    assert report.stats.load_blocks == 1
+    assert report.stats.gated_load_seconds == 0
+
+
+def test_a_gate_whose_load_was_not_started_is_an_error(engine: StreamEngine) -> None:
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.LOAD, [8], (4, 1), request="late-one"),)))
+    with pytest.raises(TransferError, match=r"late-one.*not started before the forward"):
+        engine.wait_layer(0)
+
+
+def test_a_layerwise_step_whose_hooks_do_not_run_is_an_error(engine: StreamEngine) -> None:
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    run_step(engine)
+    engine.begin_step(StepPlan(step=3, jobs=(job(2, JobKind.LOAD, [8], (4, 1), request="blind"),)))
+    engine.start_loads(layerwise=True)
+    with pytest.raises(TransferError, match=r"blind.*no layer hook ran"):
+        engine.end_step()
+
+
+def test_before_any_hook_was_seen_loads_are_waited_for_whole(
+    engine: StreamEngine, tensors: dict[str, torch.Tensor]
+) -> None:
+    want = {name: tensor[2].clone() for name, tensor in tensors.items()}
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)), hooks=False)
+    reports(engine, 1)
+    engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.LOAD, [8], (4, 1)),)))
+    engine.start_loads(layerwise=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[8], want[name])
+    engine.end_step()
+
+
+def test_a_step_without_work_touches_no_stream(engine: StreamEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a stream was used")
+
+    for name in ("compute", "event", "table", "stream"):
+        monkeypatch.setattr(engine.device, name, touched)
+    run_step(engine)
+    run_step(engine, hooks=False)
+    assert engine.poll() is None
+
+
+def test_every_call_is_harmless_without_a_step(engine: StreamEngine) -> None:
+    engine.end_step()
+    engine.wait_layer(0)
+    engine.save_layer(0)
+    engine.start_loads(layerwise=True)
+    engine.end_step()
+    engine.end_step()
+    engine.begin_step(None)
+    assert engine.poll() is None
+
+
+def test_a_failed_save_is_reported_and_the_step_goes_on(
+    engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("no such page")
+
+    monkeypatch.setattr(engine._path, "_gather", broken)
+    run_step(engine, job(7, JobKind.SAVE, [1], (0, 1)))
+    assert reports(engine, 7).failed == {7: 1}
+
+
+def test_a_failed_load_stops_the_step_and_names_the_request(
+    engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("no such page")
+
+    run_step(engine, job(1, JobKind.SAVE, [1], (0, 1)))
+    monkeypatch.setattr(engine._path, "_scatter", broken)
+    with pytest.raises(TransferError, match=r"requests lost did not arrive at layer layer\.0"):
+        run_step(engine, job(2, JobKind.LOAD, [1], (0, 1), request="lost"))
+
+
+def test_verify_sees_a_byte_that_changed_in_the_pool(tensors: dict[str, torch.Tensor]) -> None:
+    engine = make_engine(tensors, verify=True)
+    run_step(engine, job(1, JobKind.SAVE, [2, 3], (4, 2)))
+    run_step(engine, job(2, JobKind.LOAD, [8, 9], (4, 2)))
+    assert reports(engine, 2).stats.verified_blocks == 4
+    engine.pool.span(3, 5, 1)[17] ^= 1
+    with pytest.raises(VerifyError, match="request r: block 11 was restored with other bytes than pool page 5"):
+        run_step(engine, job(3, JobKind.LOAD, [10, 11], (4, 2)))
+    assert engine.close(10.0)
+
+
+def test_a_gated_load_leaves_its_timeline(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    engine = make_engine(tensors, trace_dir=str(tmp_path / "traces"))
+    run_step(engine, job(1, JobKind.SAVE, [2, 3], (4, 2)))
+    run_step(engine, job(2, JobKind.LOAD, [8, 9], (4, 2), request="traced"), step=12)
+    reports(engine, 2)
+    (file,) = (tmp_path / "traces").iterdir()
+    timeline = read_timeline(file)
+    assert timeline.step == 12
+    assert timeline.requests == ("traced",)
+    assert [times.layer for times in timeline.layers] == list(tensors)
+    for times in timeline.layers:
+        assert 0 <= times.load_begin <= times.load_end <= times.gate_end
+        assert times.gate_begin <= times.gate_end <= times.compute_end
+    assert 0 <= timeline.overlap_ratio <= 1
+    assert engine.close(10.0)
+
+
+def test_a_save_larger_than_the_ring_is_exact(tensors: dict[str, torch.Tensor]) -> None:
+    engine = make_engine(tensors)
+    storage = storage_bytes(next(iter(tensors.values())))
+    page = engine.geometry.layers[0].page_bytes
+    engine._path._piece_bytes = 2 * page  # type: ignore[attr-defined]
+    before = storage.clone()
+    blocks = list(range(0, BLOCKS - 1, 2))
+    run_step(engine, job(1, JobKind.SAVE, blocks, (1, len(blocks))))
+    reports(engine, 1)
+    storage.zero_()
+    run_step(engine, job(2, JobKind.LOAD, blocks, (1, len(blocks))))
+    view = storage.view(LAYERS, BLOCKS, page)
+    assert torch.equal(view[:, ::2][:, : len(blocks)], before.view(LAYERS, BLOCKS, page)[:, ::2][:, : len(blocks)])
+    assert engine.close(10.0)
