@@ -83,6 +83,6 @@ def _check(
         )
     if tensor.numel() < at_least:
         raise GeometryError(
-            f"layer {layer.name!r}: {what} has {tensor.numel()} bytes and the copy needs {at_least}; "
+            f"layer {layer.name!r}: {what} has {tensor.numel()} elements and the copy needs {at_least}; "
             "pass a longer buffer or fewer blocks"
         )

@@ -74,7 +74,7 @@ def scatter_kernel(
         pages = tl.minimum(pages, tl.load(count))
     paged_base = tl.multiple_of(dst.to(tl.pointer_type(ELEMENT)), WORD)
     packed_base = tl.multiple_of(src.to(tl.pointer_type(ELEMENT)), WORD)
-    for tile in range(tl.program_id(0), tl.cdiv(pages * (RUNS * SEGMENTS), ROWS), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), (pages * (RUNS * SEGMENTS) + ROWS - 1) // ROWS, tl.num_programs(0)):
         paged, packed, mask = locate(
             tile,
             blocks,

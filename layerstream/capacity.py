@@ -203,7 +203,7 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read ({error.strerror}); give a model folder or a Hugging Face config.json on this machine"
+            f"{file} cannot be read ({error.strerror}); give a local model folder or Hugging Face config.json"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}); give a model folder or a Hugging Face config.json") from error
@@ -268,8 +268,8 @@ def _windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != layers:
             raise ConfigError(
-                f"`layer_types` lists {len(kinds)} layers{' with ' + ', '.join(unknown) if unknown else ''}; needed are "
-                f"{layers}, each full_attention or sliding_attention"
+                f"`layer_types` lists {len(kinds)} layers{' with ' if unknown else ''}{', '.join(unknown)}; "
+                f"needed are {layers}, each full_attention or sliding_attention"
             )
         return tuple(_number(text, "sliding_window") if kind == "sliding_attention" else None for kind in kinds)
     if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
@@ -298,7 +298,9 @@ def _kv_dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) ->
         return name
     quantization = config.get("quantization_config") or {}
     if quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"):
-        raise ConfigError("the checkpoint asks for a quantized KV cache; say which type it is served in: --kv-dtype fp8")
+        raise ConfigError(
+            "the checkpoint asks for a quantized KV cache; say which type it is served in: --kv-dtype fp8"
+        )
     for holder in (text, config):
         served = holder.get("dtype") or holder.get("torch_dtype")
         if served in ("bfloat16", "float16"):

@@ -123,7 +123,7 @@ def layer_pages(
     run_bytes = itemsize
     outer: list[tuple[int, int]] = []
     for extent, stride in sorted(inner, key=lambda dim: dim[1]):
-        if not outer and stride == run_bytes:
+        if stride == run_bytes:
             run_bytes *= extent
         else:
             outer.append((extent, stride))

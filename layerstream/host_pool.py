@@ -88,7 +88,7 @@ class HostPool:
             )
         limit = max(slot_bytes, min(segment_bytes, budget_bytes))
         segments = min(-(-budget_bytes // limit), budget_bytes // slot_bytes)
-        self._slots_per_segment = self._slots_within(budget_bytes // segments)
+        self._slots_per_segment = self._slots_within(min(limit, budget_bytes // segments))
         offsets = self._segment_layout(self._slots_per_segment)
         self._layer_offsets, self._segment_bytes = offsets[:-1], offsets[-1]
         self.pages_per_segment = self._slots_per_segment * chunk_blocks
@@ -127,7 +127,8 @@ class HostPool:
         The pages must lie in one segment (see `split`).
         """
         segment, first = divmod(page, self.pages_per_segment)
-        assert page >= 0 and 0 < count <= self.pages_per_segment - first, (
+        assert page >= 0, f"page {page} is not in the pool"
+        assert 0 < count <= self.pages_per_segment - first, (
             f"pages {page}..{page + count - 1} leave their segment of {self.pages_per_segment} pages"
         )
         size = self._page_bytes[layer]

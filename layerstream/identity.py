@@ -102,7 +102,7 @@ class Namespace:
                 f"fingerprinted; use one of {', '.join(sorted(_SAFETENSORS_FORMATS))}"
             )
         if self.weights is None:
-            return False, "the weights have no fingerprint: the model's folder holds no safetensors files"
+            return False, "the weights have no fingerprint: the model is not a local folder with safetensors files"
         if self.epoch:
             return False, "weights were updated in the process, so the fingerprint of the files no longer names them"
         if self.hash_seed is None:

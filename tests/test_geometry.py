@@ -244,6 +244,8 @@ def test_runs_are_the_longest_in_ascending_order(layout: Layout) -> None:
 
 
 @given(layouts)
+# Rows of 8 bytes, 12 apart, in pages of 24: only the rows' distance is not a multiple of 8.
+@example(Layout(order=tuple(DIMS), extents={**dict.fromkeys(DIMS, 1), "B": 2, "N": 2, "C": 2}, itemsize=4, padding=1))
 def test_alignment_is_the_largest_that_holds(layout: Layout) -> None:
     pages = layout.pages(layout.extents["L"] - 1)
     numbers = [pages.run_bytes] + [

@@ -69,6 +69,11 @@ def test_values_do_not_move_between_fields() -> None:
     assert len(digests) == len(names)
 
 
+def test_format_version_is_the_one_written() -> None:
+    values = {name: value for name, value in VALUES.items() if name != "format_version"}
+    assert Namespace(**values).format_version == FORMAT_VERSION
+
+
 def test_digest_is_32_bytes_and_ignores_the_order_of_arguments() -> None:
     assert len(BASE.digest()) == 32
     assert Namespace(**dict(reversed(VALUES.items()))).digest() == BASE.digest()
@@ -234,7 +239,7 @@ def test_fingerprint_follows_links_as_a_hub_cache_has_them(folder: Path, tmp_pat
         fingerprint_weights(links)
 
 
-@pytest.mark.parametrize("at", [0, 4095, BIG // 2 - 2048, BIG // 2 + 2047, BIG - 4096, BIG - 1, BIG + 1])
+@pytest.mark.parametrize("at", [0, 4095, BIG // 2 - 2048, BIG // 2 + 2047, BIG - 4096, BIG - 1, BIG, BIG + 1, BIG + 2])
 def test_fingerprint_sees_every_sampled_byte(folder: Path, at: int) -> None:
     before = fingerprint_weights(folder)
     path = folder / "model-00001-of-00002.safetensors"
@@ -272,6 +277,26 @@ def test_fingerprint_sees_which_shards_are_indexed(folder: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
     seen.add(fingerprint_weights(folder))
     assert len(seen) == 4
+
+
+def test_fingerprint_sees_the_name_of_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    before = fingerprint_weights(folder)
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.rename(folder / "model-00001-of-00003.safetensors")
+    assert fingerprint_weights(folder) != before
+
+
+def test_fingerprint_ignores_the_order_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint_weights(folder)
+    listed = Path.glob
+    for backwards in (False, True):
+
+        def in_order(path: Path, pattern: str, *, backwards: bool = backwards) -> list[Path]:
+            return sorted(listed(path, pattern), reverse=backwards)
+
+        monkeypatch.setattr(Path, "glob", in_order)
+        assert fingerprint_weights(folder) == before
 
 
 def test_fingerprint_reads_samples_alone(folder: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias, cast
 
@@ -253,7 +254,7 @@ class CpuDevice:
         deadline = time.monotonic() + timeout_s
         for stream in self._streams:
             stream.close()
-        return all([stream.join(deadline - time.monotonic()) for stream in self._streams])
+        return all(stream.join(deadline - time.monotonic()) for stream in self._streams)
 
 
 def spare_cores() -> list[int] | None:
@@ -277,9 +278,9 @@ def spare_cores() -> list[int] | None:
     asker.join()
     spare = granted - os.sched_getaffinity(0)
     bound: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
+    for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):
-            cores = os.sched_getaffinity(int(task))
+            cores = os.sched_getaffinity(int(task.name))
             bound |= cores if len(cores) == 1 else set()
     return sorted(spare - bound or spare) or None
 

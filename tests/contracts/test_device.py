@@ -38,6 +38,10 @@ class Rig(Protocol):
         """Give everything that may run the time to run."""
 
 
+def block_on(gate: threading.Event) -> None:
+    gate.wait()
+
+
 class CpuRig:
     def __init__(self) -> None:
         self.device: Device = CpuDevice()
@@ -47,7 +51,7 @@ class CpuRig:
 
     def hold(self, stream: Stream) -> Callable[[], None]:
         gate = threading.Event()
-        stream.launch(gate.wait)
+        stream.launch(block_on, gate)
         return gate.set
 
     def finish(self, *events: Event) -> None:
@@ -70,8 +74,10 @@ class CudaRig:
         return self.api.kernel(function)
 
     def hold(self, stream: Stream) -> Callable[[], None]:
-        with self.api.watch_next_stream() as raw:
-            stream.launch(lambda: None)
+        held: list[Callable[[], None]] = []
+        stream.launch(lambda: held.append(self.api.hold()))
+        return held[0]
+
     def finish(self, *events: Event) -> None:
         self.quiet()
         assert all(event.done() for event in events)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -56,6 +57,7 @@ class FakeStream:
             self.pending.append((point, lambda: self._advance_to(point)))
 
     def query(self) -> bool:
+        self._api.check()
         return not self.pending
 
     def synchronize(self) -> None:
@@ -68,7 +70,7 @@ class FakeStream:
         point, _ = self.pending[0]
         return point is None or point.reached_at is not None
 
-    def work(self, operation: Callable[[], None]) -> None:
+    def work(self, operation: Callable[[], object]) -> None:
         """Queue a copy or a kernel."""
 
         def run() -> None:
@@ -102,8 +104,7 @@ class FakeEvent:
         self.point = point
 
     def query(self) -> bool:
-        if self._api.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._api.check()
         return self.point is None or self.point.reached_at is not None
 
     def elapsed_time(self, end: FakeEvent) -> float:
@@ -116,11 +117,10 @@ class FakeEvent:
         raise AssertionError("the host may not wait for an event")
 
 
-class FakeCuda(TorchFunctionMode):
+class FakeCuda:
     """The module. `log` has every call; `run` lets queued operations happen."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.log: list[Entry] = []
         self.streams: list[FakeStream] = []
         self.broken = False
@@ -130,6 +130,7 @@ class FakeCuda(TorchFunctionMode):
         """Sizes of the pinned tensors that were made."""
         self._events = 0
         self._current = self.Stream()
+        self._patches = ExitStack()
 
     # What CudaDevice calls, named as in torch.cuda.
 
@@ -153,25 +154,22 @@ class FakeCuda(TorchFunctionMode):
         finally:
             self._current = previous
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
-            dst, src = args
-            self.log.append(Entry("copy", self._current.number, dst.nbytes))
-            self._current.work(lambda: dst.copy_(src))
-            return dst
-        if func is torch.Tensor.record_stream:
-            self.log.append(Entry("record_stream", args[1].number))
-            return None
-        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            kwargs["device"] = "cpu"
-        pinned = kwargs.pop("pin_memory", False)
-        result = func(*args, **kwargs)
-        if pinned:
-            self.pinned_bytes.append(result.nbytes)
-        return result
+    def __enter__(self) -> Self:
+        self._patches.enter_context(_Intercept(self))
+        # By hand, as torch checks the type of the stream before it asks the mode.
+        self._patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", self._record_stream))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._patches.close()
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """What `dst.copy_(src, non_blocking=True)` does inside the fake."""
+        self.log.append(Entry("copy", self._current.number, dst.nbytes))
+        self._current.work(lambda: dst.copy_(src))
+
+    def _record_stream(self, stream: FakeStream) -> None:
+        self.log.append(Entry("record_stream", stream.number))
 
     # What tests call.
 
@@ -185,15 +183,20 @@ class FakeCuda(TorchFunctionMode):
 
         return launch
 
-    def hold(self, raw: FakeStream) -> Callable[[], None]:
-        """Queue a wait on `raw` that only the returned function ends."""
-        point = _Point()
-        raw.pending.append((point, lambda: None))
+    def hold(self) -> Callable[[], None]:
+        """Queue a wait on the current stream that only the returned function ends."""
+        stream, point = self._current, _Point()
+        stream.pending.append((point, lambda: None))
 
         def release() -> None:
-            point.reached_at = raw.clock
+            point.reached_at = stream.clock
 
         return release
+
+    def check(self) -> None:
+        """Raise what torch raises from a broken context."""
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def run(self, choose: Callable[[list[FakeStream]], FakeStream] = lambda ready: ready[0]) -> None:
         """Run operations one by one until none can; `choose` picks the stream of the next one."""
@@ -202,8 +205,32 @@ class FakeCuda(TorchFunctionMode):
             operation()
 
 
+class _Intercept(TorchFunctionMode):
+    """Gives a fake what torch's own functions would give CUDA."""
+
+    def __init__(self, api: FakeCuda) -> None:
+        super().__init__()
+        self._api = api
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
+            dst, src = args
+            self._api.copy(dst, src)
+            return dst
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        pinned = kwargs.pop("pin_memory", False)
+        result = func(*args, **kwargs)
+        if pinned:
+            self._api.pinned_bytes.append(result.nbytes)
+        return result
+
+
 class FakeRuntime:
-    """The CUDA runtime's host registration: refuses from the `refuse_from`-th call on, and keeps the error as CUDA does."""
+    """The CUDA runtime's host registration: refuses from the `refuse_from`-th call on, and keeps its last error."""
 
     OUT_OF_MEMORY: ClassVar[int] = 2
 

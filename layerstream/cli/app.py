@@ -1,0 +1,95 @@
+"""The commands and their options; each command's work is in a module of its own, loaded when it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import layerstream
+from layerstream.errors import LayerStreamError
+
+app = typer.Typer(
+    name="layerstream",
+    help="KV cache kept outside the GPU and streamed back layer by layer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line. An error raised on purpose is one line on stderr and exit status 2, never a traceback."""
+    try:
+        app()
+    except LayerStreamError as error:
+        sys.stderr.write(f"layerstream: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"layerstream {layerstream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what would be chosen on this machine, and how to mend what is wrong.
+
+    Exit status 1 if the connector cannot work here.
+    """
+    from layerstream.cli.doctor import run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_OR_CONFIG", help="A model folder or a config.json.")],
+    kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache: auto, bf16, fp16, fp32 or fp8.")] = "auto",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of one sequence.")] = 8192,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = 16,
+    pool_gib: Annotated[
+        float | None, typer.Option(min=0.0, help="Host pool of one rank in GiB; this machine's default if not given.")
+    ] = None,
+) -> None:
+    """Say how many bytes of KV cache a model keeps, and how much of it fits into the host pool."""
+    from layerstream.cli.plan import run
+
+    run(
+        model=model,
+        kv_dtype=kv_dtype,
+        tp=tp,
+        pp=pp,
+        tokens=tokens,
+        block_tokens=block_size,
+        pool_gib=pool_gib,
+    )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the timeline's trace and picture.")] = Path(
+        "out"
+    ),
+    prompt_tokens: Annotated[int, typer.Option(min=256, help="Length of the prompt.")] = 4000,
+    pairs: Annotated[int, typer.Option(min=1, help="Measured pairs of a local hit and a LayerStream hit.")] = 3,
+) -> None:
+    """Serve a long prompt cold and warm on the real vLLM engine, and draw the timeline of the load."""
+    from layerstream.cli.demo import run
+
+    raise typer.Exit(run(out=out, prompt_tokens=prompt_tokens, pairs=pairs))

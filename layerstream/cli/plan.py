@@ -1,0 +1,90 @@
+"""`layerstream plan`: capacity arithmetic as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from layerstream.capacity import KV_DTYPES, Capacity, kv_capacity, load_config
+from layerstream.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more; at most two decimals."""
+    power = min(4, max(0, (nbytes.bit_length() - 1) // 10))
+    number = f"{nbytes / (1 << 10 * power):,.2f}".rstrip("0").rstrip(".")
+    return f"{number} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def run(
+    *, model: Path, kv_dtype: str, tp: int, pp: int, tokens: int, block_tokens: int, pool_gib: float | None
+) -> None:
+    """Print the table.
+
+    Args:
+        model: model folder or `config.json`.
+        kv_dtype: as `kv_capacity` takes it.
+        tp: tensor parallel ranks.
+        pp: pipeline stages.
+        tokens: length of one sequence.
+        block_tokens: tokens in one block.
+        pool_gib: host pool of one rank; None asks this machine, with all ranks on it.
+
+    Raises:
+        ConfigError: the config is not understood, or the pool has no room for one block.
+    """
+    capacity = kv_capacity(load_config(model), kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
+    if pool_gib is None:
+        from layerstream.host_pool import default_budget
+
+        pool_bytes, pool_origin = default_budget(local_ranks=tp * pp, pinned=False), "this machine's default"
+    else:
+        pool_bytes, pool_origin = int(pool_gib * GIB), "as given"
+    if pool_bytes < capacity.block_bytes:
+        raise ConfigError(
+            f"a pool of {size(pool_bytes)} does not hold one block of {size(capacity.block_bytes)}; "
+            f"use --pool-gib {capacity.block_bytes / GIB:.3g} or more"
+        )
+    Console().print(_table(capacity, tokens=tokens, pool_bytes=pool_bytes, pool_origin=pool_origin))
+    if capacity.attention == "MLA" or _windowed(capacity):
+        Console().print(
+            "The connector serves models with one group of full-attention layers. For this one it starts, says so "
+            "once, and gives no hits."
+        )
+
+
+def _table(capacity: Capacity, *, tokens: int, pool_bytes: int, pool_origin: str) -> Table:
+    ranks = capacity.tp * capacity.pp
+    table = Table(title="KV cache", title_justify="left", show_header=ranks > 1)
+    table.add_column("")
+    table.add_column("one rank", justify="right")
+    if ranks > 1:
+        table.add_column(f"all {ranks} ranks", justify="right")
+
+    def row(what: str, rank: str, everywhere: str = "") -> None:
+        table.add_row(what, rank, *([everywhere] if ranks > 1 else []))
+
+    row("attention", capacity.attention + (", sliding windows" if _windowed(capacity) else ""))
+    row("KV dtype", f"{capacity.kv_dtype}, {KV_DTYPES[capacity.kv_dtype]} B")
+    row("layers", f"{max(len(stage) for stage in capacity.stages)}", f"{capacity.layers}")
+    row("per token", size(capacity.token_bytes), size(capacity.total_token_bytes))
+    row(f"per block of {capacity.block_tokens} tokens", size(capacity.block_bytes))
+    row("per page (one layer of a block)", size(capacity.page_bytes))
+    row(
+        f"per sequence of {tokens:,} tokens",
+        size(capacity.sequence_bytes(tokens)),
+        size(capacity.total_sequence_bytes(tokens)),
+    )
+    table.add_section()
+    row(f"host pool ({pool_origin})", size(pool_bytes), size(pool_bytes * ranks))
+    row("tokens that fit", f"{capacity.tokens_in(pool_bytes):,}")
+    row("sequences that fit", f"{capacity.sequences_in(pool_bytes, tokens):,}")
+    return table
+
+
+def _windowed(capacity: Capacity) -> bool:
+    return any(window is not None for stage in capacity.stages for window in stage)

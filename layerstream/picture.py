@@ -1,0 +1,98 @@
+"""The picture of one layerwise load: layers downwards, time to the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from layerstream.timeline import Timeline
+
+LOAD, COMPUTE, WAIT = "#2b6cb0", "#8fc9a3", "#d9480f"
+_INK, _FAINT = "#1f2933", "#d5dbe1"
+
+
+def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
+    """Draw `timeline` into the image `path`, whose suffix says the format (.png, .svg, .pdf); returns `path`.
+
+    Each layer has two lanes: its load above, its compute below, and in the compute's lane what the compute stream
+    waited for the layer. Times are in milliseconds since the load was submitted.
+
+    Args:
+        timeline: of one load.
+        path: file to write.
+        hit_tokens: tokens that were loaded, for the title.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        # Not pyplot, whose state is global to the process and which looks for a display.
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError(
+            "the timeline's picture needs matplotlib, which cannot be imported; pip install 'layerstream[plot]'"
+        ) from error
+
+    layers = timeline.layers
+    figure = Figure(figsize=(9.0, min(9.0, 2.0 + 0.13 * len(layers))), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for shift, color, spans in (
+        (-0.23, LOAD, [(t.load_begin, t.load_end) for t in layers]),
+        (0.23, COMPUTE, [(t.gate_end, t.compute_end) for t in layers]),
+        (0.23, WAIT, [(t.gate_begin, t.gate_end) for t in layers]),
+    ):
+        axes.barh(
+            [row + shift for row in range(len(layers))],
+            [1e3 * (end - begin) for begin, end in spans],
+            left=[1e3 * begin for begin, _ in spans],
+            height=0.46,
+            color=color,
+        )
+    loaded, ended = (1e3 * max(times) for times in zip(*((t.load_end, t.compute_end) for t in layers), strict=True))
+    axes.axvline(loaded, color=LOAD, linewidth=1.0, linestyle=(0, (4, 3)))
+    in_left_half = loaded < ended / 2
+    axes.annotate(
+        f"last byte in place\nafter {loaded:.1f} ms of {max(loaded, ended):.1f} ms",
+        # Beside the line, where the staircase of bars leaves room: above it on its right, below it on its left.
+        xy=(loaded, 0.06 if not in_left_half else 0.94),
+        xycoords=("data", "axes fraction"),
+        xytext=(7 if in_left_half else -7, 0),
+        textcoords="offset points",
+        ha="left" if in_left_half else "right",
+        va="top" if in_left_half else "bottom",
+        color=LOAD,
+        fontsize=10,
+    )
+    axes.set_ylim(len(layers) - 0.4, -0.6)
+    axes.set_xlim(0.0, 1.01 * max(loaded, ended))
+    axes.set_yticks(range(0, len(layers), max(1, len(layers) // 6)))
+    axes.set_ylabel("layer", color=_INK, fontsize=11)
+    axes.set_xlabel("milliseconds since the load was submitted", color=_INK, fontsize=11)
+    axes.set_title(
+        f"{hit_tokens:,} tokens, {timeline.nbytes / 1e6:.0f} MB loaded behind the compute: "
+        f"overlap {timeline.overlap_ratio:.3f}, exposed stall {1e3 * timeline.stall_seconds:.2f} ms",
+        color=_INK,
+        fontsize=11.5,
+        loc="left",
+        pad=10,
+    )
+    axes.tick_params(colors=_INK, length=0, labelsize=10)
+    axes.grid(axis="x", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    named = ((LOAD, "load: host pool to KV cache"), (COMPUTE, "compute"), (WAIT, "compute waits at the layer's gate"))
+    figure.legend(
+        handles=[Patch(color=color, label=label) for color, label in named],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=10,
+    )
+    figure.savefig(path, facecolor="white")
+    return path

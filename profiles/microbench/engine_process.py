@@ -1,0 +1,264 @@
+"""One vLLM engine in a process of its own that serves requests when told to, so that several can take turns.
+
+The process talks over an inherited pipe and writes what vLLM prints to a log file. Everything it starts belongs to its
+process group, which is ended with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENVIRONMENT = {
+    # With a connector vLLM sets one core aside, which on two cores changes how many compute: bind all engines alike.
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+START_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+LOG_TAIL_BYTES = 3000
+
+
+class EngineFailed(RuntimeError):
+    """An engine did not start, did not answer or raised; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """How an engine is started. Whatever is compared differs in the connector alone."""
+
+    model: str
+    max_model_len: int
+    connector: str | None = None
+    """Name of the KV connector; None for none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its `kv_connector_extra_config`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables it needs beside those all engines get."""
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`. A prompt is one step, so that a cold run is one forward."""
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "dtype": "bfloat16",
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_model_len,
+            "max_num_seqs": 8,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            # Token times come with a request's statistics.
+            "disable_log_stats": False,
+        }
+        if self.connector is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": self.connector,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": self.options,
+            }
+        return arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One request, served alone."""
+
+    seconds: float
+    """Time of the whole call; with one token asked for it is the time to first token."""
+    cached_tokens: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    """Per token, of the tokens vLLM returned."""
+    decode_seconds: float | None
+    """From the first token to the last, by the engine's clock; None for a single token."""
+
+
+class EngineProcess:
+    """Starts an engine, and ends it on leaving the `with` block."""
+
+    def __init__(self, name: str, spec: EngineSpec, logs: Path) -> None:
+        """
+        Args:
+            name: names the log file.
+            spec: what to start.
+            logs: folder for its log.
+
+        Raises:
+            EngineFailed: it did not start.
+        """
+        self.name = name
+        self.log = logs / f"{name}.log"
+        self._pipe, theirs = Pipe()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "profiles.microbench.engine_process", str(theirs.fileno()), json.dumps(asdict(spec))],
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT | spec.environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        # With this end closed here, reading fails at once when the process dies.
+        theirs.close()
+        try:
+            self._receive(START_TIMEOUT_S)
+        except EngineFailed:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Leader of the process group that everything of this engine belongs to."""
+        return self._process.pid
+
+    def generate(self, prompt: list[int], *, tokens: int = 1, logprobs: int | None = None) -> Answer:
+        """Serve one request greedily and wait for all of it.
+
+        Raises:
+            EngineFailed: the engine raised, died or did not answer in time.
+        """
+        answer: Answer = self._call("generate", prompt=prompt, tokens=tokens, logprobs=logprobs)
+        return answer
+
+    def forget_prefixes(self) -> None:
+        """Clear vLLM's own prefix cache, not the connector's.
+
+        Raises:
+            EngineFailed: blocks were still in use, or the engine did not answer.
+        """
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while not self._call("reset"):
+            if time.monotonic() > deadline:
+                raise self._failure("blocks stay in use; its prefix cache cannot be reset")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End the engine: politely, then by force."""
+        try:
+            if self._process.poll() is None:
+                self._pipe.send(("stop", {}))
+                self._process.wait(STOP_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            self._pipe.close()
+            end_group(self._process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _call(self, command: str, **arguments: Any) -> Any:
+        self._pipe.send((command, arguments))
+        return self._receive(CALL_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> Any:
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise self._failure(f"did not answer for {timeout_s:g} s")
+            done, value = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._failure("ended unexpectedly") from error
+        if not done:
+            raise self._failure(f"raised {value}")
+        return value
+
+    def _failure(self, what: str) -> EngineFailed:
+        return EngineFailed(f"engine {self.name!r} {what}\n--- end of {self.log}:\n{log_tail(self.log)}")
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process started in a session of its own, and reap it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a log file."""
+    return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+class _Server:
+    """The engine's side of the pipe."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._sampling = SamplingParams
+        self._llm = LLM(**spec.vllm_arguments())
+
+    def generate(self, prompt: list[int], tokens: int, logprobs: int | None) -> Answer:
+        sampling = self._sampling(
+            max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs, detokenize=False
+        )
+        begun = time.perf_counter()
+        (output,) = self._llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        completion, times = output.outputs[0], output.metrics
+        return Answer(
+            seconds=seconds,
+            cached_tokens=output.num_cached_tokens or 0,
+            token_ids=tuple(completion.token_ids),
+            logprobs=tuple(
+                {token: entry.logprob for token, entry in position.items()} for position in completion.logprobs or ()
+            ),
+            decode_seconds=times.last_token_ts - times.first_token_ts if tokens > 1 and times else None,
+        )
+
+    def reset(self) -> bool:
+        return bool(self._llm.reset_prefix_cache())
+
+    def stop(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    """Serve commands from the pipe until told to stop or the other end is gone."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pipe", type=int)
+    parser.add_argument("spec", type=json.loads)
+    arguments = parser.parse_args()
+    pipe = Connection(arguments.pipe)
+    try:
+        server = _Server(EngineSpec(**arguments.spec))
+    except Exception:  # noqa: BLE001 - whatever it was, the other side reports it
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    while True:
+        try:
+            command, values = pipe.recv()
+        except EOFError:
+            command, values = "stop", {}
+        if command == "stop":
+            server.stop()
+            return
+        try:
+            pipe.send((True, getattr(server, command)(**values)))
+        except Exception:  # noqa: BLE001 - as above
+            pipe.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

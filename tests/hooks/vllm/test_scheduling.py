@@ -1,0 +1,207 @@
+"""The connector under vLLM's real scheduler: every KV byte that attention would read is checked in every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes
+
+OPTIONS = {"host_gib": 0.002, "chunk_tokens": 4 * BLOCK, "staging_mib": 1}
+
+MakeRig = Callable[..., SchedulerRig]
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    rigs: list[SchedulerRig] = []
+
+    def make(**arguments: Any) -> SchedulerRig:
+        options = {**OPTIONS, **arguments.pop("options", {})}
+        rigs.append(SchedulerRig(tmp_path, options=options, **arguments))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
+
+
+def assert_idle(rig: SchedulerRig, num_blocks: int = 64) -> None:
+    """Nothing is held, pinned or due once every request has ended."""
+    assert rig.free_blocks == num_blocks - 1, "blocks leaked"
+    blocks = rig.scheduler.kv_cache_manager.block_pool.blocks
+    assert all(block.ref_cnt == 0 for block in blocks if not block.is_null)
+    assert not rig.connector.scheduler.pending()
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+@pytest.mark.parametrize("tokens", [BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 10 * BLOCK + 3, 300])
+def test_a_prompt_comes_back_from_the_pool(make_rig: MakeRig, mode: str, tokens: int) -> None:
+    rig = make_rig(options={"load_mode": mode})
+    ids = prompt(tokens)
+    assert rig.serve("cold", ids) == 0
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("warm", ids) == (tokens - 1) // BLOCK * BLOCK
+    assert rig.outputs["warm"] == rig.outputs["cold"]
+    assert_idle(rig)
+
+
+def test_the_rig_sees_wrong_bytes(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    ids = prompt(100)
+    rig.serve("cold", ids)
+    pool = rig.workers[0].worker.engine.pool  # type: ignore[union-attr]
+    pool.span(1, 2, 1)[0] ^= 1
+    assert rig.scheduler.reset_prefix_cache()
+    with pytest.raises(WrongBytes, match="request warm, layer 1: wrong KV at tokens"):
+        rig.serve("warm", ids)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+def test_requests_that_share_a_prefix_run_together(make_rig: MakeRig, mode: str) -> None:
+    rig = make_rig(options={"load_mode": mode})
+    shared = prompt(5 * BLOCK + 7, seed=1)
+    prompts = {f"r{i}": shared + prompt(20 + i, seed=10 + i) for i in range(4)}
+    for name, ids in prompts.items():
+        rig.add(f"cold-{name}", ids, max_tokens=3)
+    rig.run()
+    assert rig.scheduler.reset_prefix_cache()
+    for name, ids in prompts.items():
+        rig.add(f"warm-{name}", ids, max_tokens=3)
+    rig.run()
+    for name in prompts:
+        assert rig.hits[f"warm-{name}"] >= 5 * BLOCK
+        assert rig.outputs[f"warm-{name}"] == rig.outputs[f"cold-{name}"]
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_preempted_requests_come_back_right(make_rig: MakeRig, caching: bool) -> None:
+    rig = make_rig(num_blocks=20, prefix_caching=caching)
+    for index in range(3):
+        rig.add(f"r{index}", prompt(4 * BLOCK + index, seed=index), max_tokens=5 * BLOCK)
+    rig.run()
+    assert sum(request.num_preemptions for request in rig.requests.values()) > 0, "nothing was preempted"
+    for index in range(3):
+        assert len(rig.outputs[f"r{index}"]) == 5 * BLOCK
+    assert_idle(rig, num_blocks=20)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_an_abort_at_any_step_leaks_nothing(make_rig: MakeRig, mode: str, after: int) -> None:
+    rig = make_rig(options={"load_mode": mode}, step_tokens=64)
+    ids = prompt(200)
+    rig.serve("cold", ids)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.add("aborted", ids, max_tokens=50)
+    for _ in range(after):
+        rig.step()
+    rig.abort("aborted")
+    rig.run()
+    assert_idle(rig)
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("warm", ids) == 12 * BLOCK
+    assert_idle(rig)
+
+
+def test_a_hit_is_offered_only_after_every_rank_reported(make_rig: MakeRig) -> None:
+    rig = make_rig(ranks=2)
+    ids = prompt(100)
+    rig.held_back = {1}
+    rig.add("cold", ids)
+    for _ in range(5):
+        rig.step()
+    assert rig.scheduler.reset_prefix_cache()
+    rig.add("early", ids)
+    for _ in range(5):
+        rig.step()
+    assert rig.hits["early"] == 0
+    rig.held_back = set()
+    rig.run()
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("warm", ids) == 6 * BLOCK
+    assert_idle(rig)
+
+
+def test_an_idle_engine_finishes_its_saves(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.held_back = {0}
+    rig.add("last", prompt(100))
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.has_unfinished_requests()
+    assert rig.scheduler.has_requests(), "the engine would stop stepping with a report due"
+    rig.held_back = set()
+    rig.run()
+    assert rig.connector.scheduler._coordinator.pool_used > 0  # type: ignore[union-attr]
+    assert_idle(rig)
+
+
+def test_decode_blocks_are_saved_unless_told_not_to(make_rig: MakeRig) -> None:
+    for save_decode, hit in ((True, 5 * BLOCK), (False, 2 * BLOCK)):
+        rig = make_rig(options={"save_decode": save_decode})
+        ids = prompt(2 * BLOCK)
+        rig.serve("cold", ids, max_tokens=3 * BLOCK + 5)
+        assert rig.scheduler.reset_prefix_cache()
+        assert rig.serve("next turn", ids + rig.outputs["cold"]) == hit
+
+
+def test_a_full_pool_drops_saves_and_serves_on(make_rig: MakeRig) -> None:
+    rig = make_rig(options={"host_gib": 0.0002})
+    for index in range(12):
+        rig.serve(f"r{index}", prompt(300, seed=index))
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("again", prompt(300, seed=11)) > 0
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+def test_a_second_parked_request_waits_and_then_hits_locally(make_rig: MakeRig, mode: str) -> None:
+    rig = make_rig(options={"load_mode": mode})
+    ids = prompt(150)
+    rig.serve("cold", ids)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.add("one", ids)
+    rig.add("two", ids)
+    rig.run()
+    assert rig.hits["one"] == rig.hits["two"] == 9 * BLOCK
+    loads = rig.connector.scheduler._coordinator.take_stats().hit_tokens  # type: ignore[union-attr]
+    assert loads == 9 * BLOCK
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(make_rig: MakeRig, mode: str, seed: int) -> None:
+    """Requests that share prefixes come, decode, are aborted and preempted; caches are reset; a rank lags behind."""
+    dice = random.Random(seed)
+    rig = make_rig(options={"load_mode": mode, "host_gib": 0.0008}, num_blocks=40, step_tokens=96, ranks=1 + seed % 2)
+    stems = [prompt(dice.randrange(1, 220), seed=100 + i) for i in range(4)]
+    alive: list[str] = []
+    for turn in range(250):
+        action = dice.random()
+        if action < 0.35 and len(rig.scheduler.requests) < 8:
+            stem = dice.choice(stems)
+            ids = stem[: dice.randrange(1, len(stem) + 1)] + prompt(dice.randrange(1, 40), seed=dice.randrange(6))
+            alive.append(f"r{turn}")
+            rig.add(alive[-1], ids, max_tokens=dice.choice([1, 2, 40]))
+        elif action < 0.42 and alive:
+            rig.abort(alive.pop(dice.randrange(len(alive))))
+        elif action < 0.47:
+            rig.scheduler.reset_prefix_cache(reset_connector=dice.random() < 0.2)
+        rig.held_back = {1} if dice.random() < 0.3 else set()
+        rig.step()
+    rig.held_back = set()
+    rig.run()
+    assert_idle(rig, num_blocks=40)
+    hit_requests = sum(hit > 0 for hit in rig.hits.values())
+    assert hit_requests > 5

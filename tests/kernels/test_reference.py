@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerstream.errors import GeometryError
+from layerstream.geometry import LayerPages
+from layerstream.kernels.reference import gather_pages, scatter_pages
+from tests.kernels.pages import dense, ids, noise
+
+MANY = 256
+LARGE = dense(128 * 1024, num_pages=MANY)
+GAPPED = dense(128 * 1024, num_pages=MANY, gap=64)
+
+
+def copy_of(copy: Callable[..., None], layer: LayerPages) -> Callable[[], None]:
+    paged, packed = noise(layer.end), noise(MANY * layer.page_bytes)
+    blocks = torch.arange(MANY - 1, -1, -1, dtype=torch.int32)
+    dst, src = (packed, paged) if copy is gather_pages else (paged, packed)
+    return lambda: copy(dst, src, layer, blocks)
+
+
+@pytest.mark.parametrize("layer", [LARGE, GAPPED], ids=["dense", "gapped"])
+@pytest.mark.parametrize("copy", [gather_pages, scatter_pages])
+def test_a_copy_lets_other_threads_run(copy: Callable[..., None], layer: LayerPages) -> None:
+    run, copying, seen = copy_of(copy, layer), [False], threading.Event()
+
+    def work() -> None:
+        for _ in range(300):
+            if seen.is_set():
+                return
+            copying[0] = True
+            run()
+            copying[0] = False
+
+    interval = sys.getswitchinterval()
+    # Nobody is made to give the GIL up within the test: a copy is seen under way only if it gave the GIL up itself.
+    sys.setswitchinterval(1000)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive() and not seen.is_set():
+            if copying[0]:
+                seen.set()
+            time.sleep(0)
+        thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen.is_set()
+
+
+@pytest.mark.parametrize("layer", [LARGE, GAPPED], ids=["dense", "gapped"])
+@pytest.mark.parametrize("copy", [gather_pages, scatter_pages])
+def test_a_copy_starts_no_threads(copy: Callable[..., None], layer: LayerPages) -> None:
+    run, tasks = copy_of(copy, layer), Path("/proc/self/task")
+    counts: list[int] = []
+
+    def work() -> None:
+        counts.append(len(list(tasks.iterdir())))
+        run()
+        counts.append(len(list(tasks.iterdir())))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert counts[0] == counts[1]
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    layer = dense(16)
+    with pytest.raises(GeometryError, match="copies CPU memory, not meta"):
+        gather_pages(
+            torch.empty(16, dtype=torch.uint8, device="meta"),
+            torch.empty(layer.end, dtype=torch.uint8, device="meta"),
+            layer,
+            ids([0]).to("meta"),
+        )

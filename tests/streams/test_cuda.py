@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerstream.errors import TransferError
+from layerstream.streams.base import Event, Stream
+from layerstream.streams.cuda import TABLE_ENTRIES, CudaDevice, CudaPinner, loaded_cudart
+from tests.rigs.fake_cuda import Entry, FakeCuda, FakeRuntime
+
+
+@pytest.fixture
+def api() -> Iterator[FakeCuda]:
+    with FakeCuda() as api:
+        yield api
+
+
+def recorded(device: CudaDevice, stream: Stream) -> Event:
+    event = device.event()
+    stream.record(event)
+    return event
+
+
+def test_the_calls_of_a_staged_layer(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    copy, scatter = device.stream("copy", priority=0), device.stream("scatter", priority=1)
+    compute = device.compute()
+    ring, page, cache = device.empty(64), torch.arange(64, dtype=torch.uint8), device.empty(64)
+
+    def kernel(dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    written, filled, done = (device.event() for _ in range(3))
+    compute.record(written)
+    scatter.wait(written)
+    copy.copy(ring, page)
+    copy.record(filled)
+    scatter.wait(filled)
+    scatter.launch(api.kernel(kernel), cache, ring)
+    scatter.record(done)
+    compute.wait(done)
+    assert api.log == [
+        Entry("record", 0, 1),
+        Entry("wait", 2, 1),
+        Entry("copy", 1, 64),
+        Entry("record", 1, 2),
+        Entry("wait", 2, 2),
+        Entry("launch", 2, "kernel"),
+        Entry("record", 2, 3),
+        Entry("wait", 0, 3),
+    ]
+    api.run(random.Random(0).choice)
+    assert torch.equal(cache, page)
+
+
+def test_the_compute_stream_is_asked_anew(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    other = api.Stream()
+    with api.stream(other):
+        device.compute().record(device.event())
+    device.compute().record(device.event())
+    assert [entry.stream for entry in api.log] == [other.number, 0]
+
+
+def test_work_leaves_the_current_stream_as_it_was(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    stream = device.stream("copy", priority=0)
+    before = api.current_stream()
+    stream.copy(device.empty(4), device.empty(4))
+
+    def refuse() -> None:
+        assert api.current_stream() is not before
+        raise ValueError("bad launch")
+
+    with pytest.raises(ValueError, match="bad launch"):
+        stream.launch(refuse)
+    assert api.current_stream() is before
+
+
+def test_higher_priority_is_lower_in_torch(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    for priority in (1, 0, -1):
+        device.stream("s", priority=priority)
+    assert [stream.priority for stream in api.streams[1:]] == [-1, 0, 1]
+
+
+def test_an_idle_step_queues_nothing(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    device.compute()
+    device.event()
+    assert api.log == []
+
+
+# Tables (law 9)
+
+
+def test_a_host_buffer_is_not_written_before_its_copy_has_run(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    tables = [device.table([turn, turn + 100]) for turn in range(6)]
+    api.run()
+    assert [table.tolist() for table in tables] == [[turn, turn + 100] for turn in range(6)]
+
+
+def test_host_buffers_are_used_again_and_grow_instead_of_waiting(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    for _ in range(10):
+        device.table([1, 2, 3])
+        api.run()
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES]
+    for _ in range(3):
+        device.table([1, 2, 3])
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES] * 3
+
+
+def test_a_long_table_gets_a_buffer_of_its_size(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    device.table([0])
+    api.run()
+    values = list(range(TABLE_ENTRIES + 1))
+    table = device.table(values)
+    api.run()
+    assert table.tolist() == values
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES, 8 * TABLE_ENTRIES]
+    assert device.table(list(range(2 * TABLE_ENTRIES))).numel() == 2 * TABLE_ENTRIES
+    assert len(api.pinned_bytes) == 2
+
+
+def test_the_memory_of_a_dropped_table_waits_for_every_stream(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    device.stream("a", priority=0)
+    device.stream("b", priority=0)
+    device.table([1])
+    assert [entry.stream for entry in api.log if entry.call == "record_stream"] == [1, 2]
+
+
+def test_a_table_is_uploaded_on_the_compute_stream(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    device.stream("a", priority=0)
+    device.table([1, 2])
+    assert [(entry.call, entry.stream) for entry in api.log[:2]] == [("copy", 0), ("record", 0)]
+
+
+# A broken context
+
+
+def test_a_broken_context_is_a_transfer_error(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    event = recorded(device, device.stream("a", priority=0))
+    api.broken = True
+    with pytest.raises(TransferError, match="illegal memory access") as caught:
+        event.done()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_closing_a_broken_context_is_not_a_success(api: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    device = CudaDevice(0, api=api)
+    device.stream("a", priority=0)
+    api.broken = True
+    assert device.close(1.0) is False
+    assert "illegal memory access" in caplog.text
+
+
+# Pinning
+
+
+def test_a_refusal_leaves_no_error_behind() -> None:
+    runtime = FakeRuntime(refuse_from=2)
+    pinner = CudaPinner(runtime)
+    assert pinner.register(4096, 100) is True
+    assert pinner.register(8192, 100) is False
+    assert runtime.last_error == 0
+    assert runtime.registered == {4096: 100}
+
+
+def test_a_failed_unregistration_is_told_and_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = FakeRuntime()
+    CudaPinner(runtime).unregister(4096)
+    assert "stays pinned" in caplog.text
+    assert runtime.last_error == 0
+
+
+def test_without_a_runtime_every_registration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerstream.streams.cuda.loaded_cudart", lambda: None)
+    assert CudaPinner().register(4096, 100) is False
+
+
+def test_the_runtime_is_found_among_mapped_files(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 00:00 0 \n7f01-7f02 r-xp 00000000 08:01 1  /usr/lib/libc.so.6\n")
+    assert loaded_cudart(maps) is None
+    maps.write_text(maps.read_text() + "7f02-7f03 r-xp 00000000 08:01 2  /nowhere/with space/libcudart-1a2b.so.13\n")
+    with pytest.raises(OSError, match=r"/nowhere/with space/libcudart-1a2b\.so\.13"):
+        loaded_cudart(maps)
+
+
+# The fake stands in for these
+
+
+def test_the_calls_exist_in_torch() -> None:
+    assert {"device", "priority"} <= set(inspect.signature(torch.cuda.Stream.__new__).parameters)
+    assert "enable_timing" in inspect.signature(torch.cuda.Event.__new__).parameters
+    for owner, names in (
+        (torch.cuda.Stream, ("wait_event", "query")),
+        (torch.cuda.Event, ("record", "query", "elapsed_time")),
+        (torch.cuda, ("current_stream", "stream")),
+        (torch.Tensor, ("record_stream",)),
+    ):
+        for name in names:
+            assert callable(getattr(owner, name))

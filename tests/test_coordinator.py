@@ -1,0 +1,721 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from layerstream.coordinator import Coordinator, Outcome
+from layerstream.errors import PoolError, TransferError
+from layerstream.jobs import Job, JobKind, Report
+
+B = 16
+
+
+def chain(blocks: Iterable[object]) -> list[bytes]:
+    hashes = [b"start"]
+    for block in blocks:
+        hashes.append(hashlib.sha256(hashes[-1] + repr(block).encode()).digest())
+    return hashes[1:]
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Holds:
+    """Reference counts of the engine's block pool."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        self.counts.update(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self.counts.subtract(block_ids)
+        assert min(self.counts.values()) >= 0
+
+    @property
+    def held(self) -> set[int]:
+        return set(+self.counts)
+
+
+class Rig:
+    """A coordinator and the little of an engine that a scenario needs: fresh block ids, steps, and ranks."""
+
+    def __init__(
+        self, slots: int = 64, *, chunk_blocks: int = 4, world: int = 1, parked: bool = False, save_decode: bool = True
+    ) -> None:
+        self.clock, self.holds, self.world = Clock(), Holds(), world
+        self.coordinator = Coordinator(
+            chunk_blocks=chunk_blocks,
+            block_tokens=B,
+            world_size=world,
+            parked=parked,
+            save_decode=save_decode,
+            holds=self.holds,
+            clock=self.clock,
+            job_deadline_s=60.0,
+        )
+        if slots:
+            self.coordinator.set_slots(slots)
+        self.next_block = itertools.count(1)
+        self.blocks: dict[str, list[int]] = {}
+
+    def admit(
+        self, name: str, hashes: list[bytes], *, local: int = 0, external: int = 0, prompt: int | None = None
+    ) -> None:
+        """Give a request blocks; counts are in blocks."""
+        ids = self.blocks[name] = [next(self.next_block) for _ in range(len(hashes) + 1)]
+        tokens = (len(hashes) if prompt is None else prompt) * B + 1
+        self.coordinator.admit(
+            name,
+            hashes,
+            ids,
+            num_tokens=tokens,
+            local_tokens=local * B,
+            external_tokens=external * B,
+            num_prompt_tokens=tokens,
+        )
+
+    def observe(self, name: str, hashes: list[bytes], computed: int | None = None) -> None:
+        """The request is in a step; `computed` in blocks."""
+        blocks = len(hashes) if computed is None else computed
+        self.coordinator.observe(name, hashes, blocks * B, lambda: self.blocks[name])
+
+    def jobs(self) -> tuple[Job, ...]:
+        plan = self.coordinator.plan()
+        return plan.jobs if plan is not None else ()
+
+    def job(self) -> Job:
+        (job,) = self.jobs()
+        return job
+
+    def done(self, *jobs: Job) -> Outcome:
+        return self.coordinator.report(Report(done={job.job_id: self.world for job in jobs}))
+
+    def failed(self, *jobs: Job) -> Outcome:
+        return self.coordinator.report(Report(failed={job.job_id: self.world for job in jobs}))
+
+    def save(self, name: str, hashes: list[bytes], computed: int | None = None) -> tuple[Job, ...]:
+        """One step of a new request, and all its jobs done."""
+        self.admit(name, hashes)
+        self.observe(name, hashes, computed)
+        jobs = self.jobs()
+        self.done(*jobs)
+        self.coordinator.finish(name)
+        return jobs
+
+    def hit(self, hashes: list[bytes], *, local: int = 0, tokens: int | None = None) -> int | None:
+        """Blocks that can be loaded, of a prompt one token longer than its blocks."""
+        found = self.coordinator.match("asks", hashes, len(hashes) * B + 1 if tokens is None else tokens, local * B)
+        assert found is None or found % B == 0
+        return None if found is None else found // B
+
+
+def pages(job: Job) -> list[int]:
+    found = [page for first, count in job.pool_runs for page in range(first, first + count)]
+    assert len(found) == len(job.block_ids)
+    return found
+
+
+def test_nothing_hits_or_is_saved_before_the_pool_is_known():
+    rig = Rig(slots=0)
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    assert rig.jobs() == () and rig.hit(prompt) == 0
+    assert (rig.coordinator.pool_slots, rig.coordinator.pool_used) == (0, 0)
+    rig.coordinator.set_slots(8)
+    rig.observe("a", prompt)
+    rig.done(rig.job())
+    assert rig.hit(prompt) == 4
+    assert (rig.coordinator.pool_slots, rig.coordinator.pool_used) == (8, 1)
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_a_pool_without_slots_is_refused(slots: int):
+    with pytest.raises(PoolError, match="at least 1 is needed: raise host_gib"):
+        Rig(slots=0).coordinator.set_slots(slots)
+
+
+def test_the_pool_is_sized_once():
+    rig = Rig(slots=8)
+    rig.coordinator.set_slots(8)
+    with pytest.raises(PoolError, match="8 slots and cannot change to 9"):
+        rig.coordinator.set_slots(9)
+
+
+def test_what_one_request_saves_another_loads_into_its_own_blocks():
+    rig = Rig()
+    prompt = chain(range(6))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    saved = rig.job()
+    assert saved.kind is JobKind.SAVE and list(saved.block_ids) == rig.blocks["a"][:6]
+    assert rig.hit(prompt) == 0, "a hit before the bytes are there"
+    rig.done(saved)
+    assert rig.hit(prompt) == 6
+    rig.admit("b", prompt, external=6)
+    loaded = rig.job()
+    assert loaded.kind is JobKind.LOAD and loaded.request_id == "b"
+    assert list(loaded.block_ids) == rig.blocks["b"][:6]
+    assert pages(loaded) == pages(saved)
+
+
+def test_exactly_the_external_tokens_are_loaded():
+    rig = Rig()
+    prompt = chain(range(9))
+    saved = pages(rig.save("a", prompt)[0])
+    assert rig.hit(prompt, local=2) == 7
+    rig.admit("b", prompt, local=2, external=3)
+    job = rig.job()
+    assert list(job.block_ids) == rig.blocks["b"][2:5] and pages(job) == saved[2:5]
+
+
+def test_hits_of_all_lengths_lie_between_the_local_hit_and_the_last_token():
+    """Field report B17 and B19: every local hit up to every stored length, in tokens."""
+    for stored in range(201):
+        rig = Rig(chunk_blocks=3)
+        prompt = chain(range(stored // B))
+        saved = pages(rig.save("a", prompt)[0]) if prompt else []
+        long = prompt + chain("tail")
+        for local in range(stored + 1):
+            for tokens in {stored, stored + 1, stored + B}:
+                local_blocks = min(local, max(tokens - 1, 0)) // B
+                found = rig.hit(long, local=local_blocks, tokens=tokens)
+                stop = min(stored // B, (tokens - 1) // B)
+                assert found == max(0, stop - local_blocks)
+                assert (local_blocks + found) * B < max(tokens, 1)
+        for local_blocks in range(len(prompt)):
+            external = len(prompt) - local_blocks
+            rig.admit("b", long, local=local_blocks, external=external)
+            job = rig.job()
+            assert list(job.block_ids) == rig.blocks["b"][local_blocks : len(prompt)]
+            assert pages(job) == saved[local_blocks:]
+            rig.done(job)
+
+
+def test_more_hashes_than_tokens_or_fewer_change_nothing():
+    rig = Rig()
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    assert rig.hit(prompt, tokens=4 * B) == 3, "the block of the last token is computed, never loaded"
+    assert rig.hit(prompt, tokens=4 * B - 1) == 3
+    assert rig.hit(prompt[:2], tokens=4 * B) == 2
+
+
+def test_prompts_that_part_three_blocks_into_a_chunk_hit_to_the_block():
+    rig = Rig(chunk_blocks=4)
+    one, two = chain(range(8)), chain([0, 1, 2, "x", "y", "z"])
+    rig.save("a", one)
+    assert rig.hit(two) == 3
+    (job,) = rig.save("b", two)
+    assert len(job.block_ids) == 3
+    assert rig.hit(one) == 8 and rig.hit(two) == 6
+
+
+def test_a_chat_of_ten_turns_stores_no_block_twice():
+    rig = Rig()
+    told: list[object] = []
+    stored = 0
+    for turn in range(10):
+        told += [(turn, block) for block in range(turn % 5 + 1)]
+        prompt = chain(told)
+        found = rig.hit(prompt)
+        assert found == stored
+        rig.admit(f"turn {turn}", prompt, external=found)
+        rig.observe(f"turn {turn}", prompt)
+        jobs = rig.jobs()
+        saved = [job for job in jobs if job.kind is JobKind.SAVE]
+        assert sum(len(job.block_ids) for job in saved) == len(prompt) - stored
+        rig.done(*jobs)
+        stored = len(prompt)
+    assert rig.coordinator.pool_used == -(-stored // 4)
+    assert rig.coordinator.take_stats().saved_blocks == stored
+
+
+@pytest.mark.parametrize("present", list(itertools.product([False, True], repeat=5)))
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 5])
+def test_whatever_was_saved_before_saving_again_completes_it(present: tuple[bool, ...], chunk_blocks: int):
+    """Field report B33: holes in the middle of what a request saves."""
+    rig = Rig(chunk_blocks=chunk_blocks)
+    prompt = chain(range(5))
+    rig.admit("a", prompt)
+    jobs = []
+    for computed in range(1, 6):
+        rig.observe("a", prompt, computed)
+        jobs.append(rig.job())
+    for job, good in zip(jobs, present, strict=True):
+        (rig.done if good else rig.failed)(job)
+    head = next((at for at, good in enumerate(present) if not good), 5)
+    assert rig.hit(prompt) == head
+    again = rig.save("b", prompt)
+    assert sum(len(job.block_ids) for job in again) == 5 - head
+    assert rig.hit(prompt) == 5
+    rig.admit("c", prompt, external=5)
+    sources = [*itertools.chain.from_iterable(map(pages, jobs[:head])), *(pages(again[0]) if again else [])]
+    assert pages(rig.job()) == sources
+
+
+def test_blocks_of_a_local_hit_that_the_pool_lacks_are_saved_too():
+    rig = Rig()
+    prompt = chain(range(6))
+    rig.admit("a", prompt, local=5)
+    rig.observe("a", prompt)
+    assert list(rig.job().block_ids) == rig.blocks["a"][:6]
+
+
+def test_blocks_are_saved_as_they_fill_one_job_a_step():
+    rig = Rig()
+    prompt = chain(range(7))
+    rig.admit("a", prompt)
+    taken = []
+    for computed in (2, 2, 3, 7):
+        rig.observe("a", prompt, computed)
+        taken.append([list(job.block_ids) for job in rig.jobs()])
+    ids = rig.blocks["a"]
+    assert taken == [[ids[:2]], [], [ids[2:3]], [ids[3:7]]]
+
+
+def test_blocks_without_a_hash_are_saved_once_they_have_one():
+    rig = Rig()
+    prompt = chain(range(3))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt[:2], 3)
+    assert len(rig.job().block_ids) == 2
+    rig.observe("a", prompt, 3)
+    assert list(rig.job().block_ids) == rig.blocks["a"][2:3]
+
+
+def test_a_step_that_fills_no_block_asks_for_no_block_ids():
+    rig = Rig()
+    prompt = chain(range(3))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt, 2)
+    rig.jobs()
+
+    def never() -> list[int]:
+        raise AssertionError("asked for block ids")
+
+    for tokens in (2 * B, 2 * B + 1, 3 * B - 1):
+        rig.coordinator.observe("a", prompt, tokens, never)
+    rig.coordinator.observe("stranger", prompt, 3 * B, never)
+    assert rig.jobs() == ()
+
+
+def test_without_save_decode_only_the_prompt_is_saved():
+    rig = Rig(save_decode=False)
+    prompt = chain(range(5))
+    rig.admit("a", prompt, prompt=3)
+    rig.observe("a", prompt, 2)
+    rig.observe("a", prompt, 5)
+    assert [len(job.block_ids) for job in rig.jobs()] == [2, 1]
+    rig.observe("a", prompt, 5)
+    assert rig.jobs() == ()
+
+
+def test_two_requests_of_one_step_save_a_shared_prefix_once():
+    rig = Rig()
+    one, two = chain([0, 1, 2]), chain([0, 1, "x"])
+    for name, prompt in (("a", one), ("b", two)):
+        rig.admit(name, prompt)
+        rig.observe(name, prompt)
+    assert [len(job.block_ids) for job in rig.jobs()] == [3, 1]
+
+
+def test_a_full_pool_drops_saves_and_works_again():
+    """Field report B49: four chunks, all pinned by loads."""
+    rig = Rig(slots=4)
+    prompts = [chain([name, 1, 2, 3]) for name in "abcd"]
+    for number, prompt in enumerate(prompts):
+        rig.save(f"save {number}", prompt)
+    for number, prompt in enumerate(prompts):
+        rig.admit(f"load {number}", prompt, external=4)
+    loads = rig.jobs()
+    sizes = (4, 4, 4, 4, 4, 2)
+    others = [chain(f"{number}{block}" for block in range(size)) for number, size in enumerate(sizes)]
+    assert [rig.save(f"other {number}", other) for number, other in enumerate(others)] == [()] * 6
+    assert [rig.hit(other) for other in others] == [0] * 6
+    assert rig.coordinator.take_stats().dropped_blocks == sum(sizes)
+    rig.done(*loads)
+    assert all(rig.save(f"again {number}", other) for number, other in enumerate(others))
+    assert [rig.hit(other) for other in others] == [0, 0, 4, 4, 4, 2]
+    stats = rig.coordinator.take_stats()
+    assert (stats.dropped_blocks, stats.evicted_chunks, stats.saved_blocks) == (0, 6, sum(sizes))
+
+
+def test_a_request_without_room_does_not_keep_the_others_from_saving():
+    """Field report B51."""
+    rig = Rig(slots=4)
+    big, one, two = chain(range(20)), chain("one"), chain("two")
+    for name, prompt in (("big", big), ("one", one), ("two", two)):
+        rig.admit(name, prompt)
+        rig.observe(name, prompt)
+    jobs = rig.jobs()
+    assert [job.request_id for job in jobs] == ["one", "two"]
+    rig.done(*jobs)
+    assert rig.hit(one) == rig.hit(two) == 3 and rig.hit(big) == 0
+    longer = chain([*range(20), "more"])
+    rig.observe("big", longer)
+    assert rig.jobs() == (), "what follows a dropped block can never be found"
+    assert rig.coordinator.take_stats().dropped_blocks == 21
+
+
+def test_a_block_is_a_hit_only_after_every_rank():
+    rig = Rig(world=3)
+    prompt = chain(range(2))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    job = rig.job()
+    for ranks, hit in ((1, 0), (1, 0), (1, 2)):
+        rig.coordinator.report(Report(done={job.job_id: ranks}))
+        assert rig.hit(prompt) == hit
+
+
+def test_jobs_may_complete_in_any_order():
+    """Field report B02: 3, 1, 2."""
+    rig = Rig(chunk_blocks=2)
+    prompt = chain(range(6))
+    rig.admit("a", prompt)
+    jobs = []
+    for computed in (1, 3, 6):
+        rig.observe("a", prompt, computed)
+        jobs.append(rig.job())
+    rig.coordinator.finish("a")
+    for number, hit, pending in ((2, 0, True), (0, 1, True), (1, 6, False)):
+        rig.done(jobs[number])
+        assert rig.hit(prompt) == hit and rig.coordinator.pending is pending
+
+
+def test_a_late_completion_of_an_earlier_life_is_not_booked_on_the_next():
+    """Field report B15: preempted and resumed under the same id, and a new request with the same id."""
+    for ends_between in (False, True):
+        rig = Rig(chunk_blocks=2)
+        prompt = chain(range(5))
+        rig.admit("a", prompt)
+        rig.observe("a", prompt, 3)
+        first = rig.job()
+        if ends_between:
+            rig.coordinator.finish("a")
+        rig.admit("a", prompt)
+        rig.observe("a", prompt, 5)
+        second = rig.job()
+        assert list(second.block_ids) == rig.blocks["a"][3:5], "what the first life saves is not saved twice"
+        rig.done(first)
+        assert rig.hit(prompt) == 3 and rig.coordinator.pending
+        rig.done(first)
+        assert rig.hit(prompt) == 3
+        rig.coordinator.finish("a")
+        rig.done(second)
+        assert rig.hit(prompt) == 5 and not rig.coordinator.pending
+        assert rig.coordinator.reset() and rig.coordinator.pool_used == 0
+
+
+def test_a_save_that_one_rank_failed_ends_with_the_last_answer():
+    rig = Rig(slots=1, world=2)
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    job = rig.job()
+    rig.coordinator.report(Report(failed={job.job_id: 1}))
+    assert rig.save("b", chain("other")) == (), "the other rank may still write to the slot"
+    rig.coordinator.report(Report(done={job.job_id: 1}))
+    assert rig.hit(prompt) == 0 and rig.coordinator.pool_used == 0
+    assert rig.save("b", prompt)
+    assert rig.hit(prompt) == 4
+
+
+def test_a_failed_gated_load_names_its_request_and_the_rest_of_the_report_counts():
+    rig = Rig(world=2)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("loads", prompt, external=4)
+    load = rig.job()
+    other = chain("other")
+    rig.admit("saves", other)
+    rig.observe("saves", other)
+    save = rig.job()
+    rig.coordinator.report(Report(failed={load.job_id: 1}))
+    with pytest.raises(TransferError, match="request.* loads could not be loaded"):
+        rig.coordinator.report(Report(done={load.job_id: 1, save.job_id: 2}))
+    assert rig.hit(other) == 5 and not rig.coordinator.pending
+
+
+def test_a_promise_that_cannot_be_kept_names_its_request():
+    rig = Rig()
+    with pytest.raises(TransferError, match="request lost was promised its blocks 0 to 1"):
+        rig.admit("lost", chain(range(2)), external=2)
+
+
+def test_pinned_blocks_stay_until_the_last_rank_has_read_them():
+    rig = Rig(slots=1, world=2)
+    prompt, other = chain(range(4)), chain("other")
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    load = rig.job()
+    rig.coordinator.report(Report(done={load.job_id: 1}))
+    assert rig.save("c", other) == () and rig.hit(prompt) == 4
+    rig.coordinator.report(Report(done={load.job_id: 1}))
+    assert rig.save("c", other[:4]) and rig.hit(prompt) == 0
+
+
+def test_a_used_prefix_outlives_one_that_was_saved_later():
+    rig = Rig(slots=2)
+    used, idle = chain("used"), chain("idle")
+    rig.save("a", used)
+    rig.save("b", idle)
+    rig.admit("c", used, external=4)
+    rig.done(rig.job())
+    rig.save("d", chain("more"))
+    assert (rig.hit(used), rig.hit(idle)) == (4, 0)
+
+
+def test_a_prefix_that_only_the_engine_itself_still_hits_counts_as_used():
+    rig = Rig(slots=2)
+    used, idle = chain("used"), chain("idle")
+    rig.save("a", used)
+    rig.save("b", idle)
+    rig.admit("c", used, local=4)
+    rig.save("d", chain("more"))
+    assert (rig.hit(used), rig.hit(idle)) == (4, 0)
+
+
+def test_matching_changes_nothing():
+    rig = Rig(slots=2, parked=True)
+    prompt = chain(range(8))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    state = pickle.dumps(rig.coordinator)
+    for local, tokens in itertools.product(range(8), (0, 1, 8 * B, 8 * B + 1)):
+        rig.hit(prompt, local=local, tokens=tokens)
+    rig.hit(chain("unknown"))
+    assert pickle.dumps(rig.coordinator) == state
+
+
+def test_a_parked_load_holds_its_blocks_until_every_rank_has_answered():
+    rig = Rig(world=2, parked=True)
+    prompt = chain(range(6))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, local=1, external=5)
+    destination = set(rig.blocks["b"][1:6])
+    assert rig.holds.held == destination
+    job = rig.job()
+    assert job.kind is JobKind.PARKED_LOAD and set(job.block_ids) == destination
+    assert not rig.coordinator.report(Report(done={job.job_id: 1}))
+    assert rig.holds.held == destination
+    assert rig.coordinator.report(Report(done={job.job_id: 1})) == Outcome(received=("b",))
+    assert rig.holds.held == set() and not rig.coordinator.take_outcome()
+
+
+def test_a_parked_load_that_one_rank_failed_fails_with_the_last_answer():
+    rig = Rig(world=2, parked=True)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    job = rig.job()
+    assert not rig.coordinator.report(Report(failed={job.job_id: 1}))
+    assert rig.holds.held == set(job.block_ids)
+    assert rig.coordinator.report(Report(done={job.job_id: 1})) == Outcome(failed=("b",))
+    assert rig.holds.held == set()
+
+
+def test_a_second_request_waits_for_the_first_ones_parked_load_of_its_next_block():
+    rig = Rig(parked=True)
+    prompt, parts = chain(range(6)), chain([0, 1, 2, 3, "x"])
+    rig.save("a", prompt)
+    rig.admit("b", prompt, local=1, external=5)
+    assert rig.hit(prompt, local=1) is None and rig.hit(parts, local=1) is None
+    assert rig.hit(prompt, local=6) == 0, "nothing to load"
+    assert rig.hit(chain("other")) == 0
+    rig.done(rig.job())
+    assert rig.hit(prompt, local=1) == 5
+
+
+def test_an_aborted_parked_load_is_still_named_once():
+    rig = Rig(parked=True)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    job = rig.job()
+    rig.coordinator.finish("b")
+    assert rig.holds.held == set(job.block_ids) and rig.coordinator.pending
+    assert rig.done(job) == Outcome(received=("b",))
+    assert not rig.done(job) and rig.holds.held == set()
+
+
+def test_an_overdue_save_is_never_published_and_its_slot_waits_for_the_late_report(caplog: pytest.LogCaptureFixture):
+    rig = Rig(slots=1)
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    job = rig.job()
+    rig.clock.now = 59.9
+    assert rig.jobs() == () and rig.coordinator.pending
+    rig.clock.now = 60.0
+    with caplog.at_level(logging.ERROR):
+        assert rig.jobs() == rig.jobs() == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        "LayerStream: job 1 (SAVE of request a, 4 blocks) was answered by 0 of 1 ranks within 60 s and is given up; "
+        "its memory stays out of use until they answer"
+    ]
+    assert not rig.coordinator.pending
+    assert rig.coordinator.take_stats().expired_jobs == 1
+    assert rig.save("b", prompt) == () and rig.coordinator.pool_used == 1
+    rig.done(job)
+    assert rig.hit(prompt) == 0 and rig.coordinator.pool_used == 0
+    assert rig.save("b", prompt) and rig.hit(prompt) == 4
+    assert rig.coordinator.take_stats().expired_jobs == 0
+
+
+@pytest.mark.parametrize("late", ["done", "failed"])
+def test_an_overdue_parked_load_fails_once_and_its_memory_waits_for_the_late_report(late: str):
+    rig = Rig(slots=1, parked=True)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    job = rig.job()
+    rig.clock.now = 60.0
+    rig.jobs()
+    assert rig.coordinator.take_outcome() == Outcome(failed=("b",))
+    assert not rig.coordinator.take_outcome() and not rig.coordinator.pending
+    assert rig.holds.held == set(job.block_ids)
+    assert rig.save("c", chain("more")) == (), "its source is still read"
+    assert rig.hit(prompt) == 4, "others need not wait for it"
+    assert not getattr(rig, late)(job)
+    assert rig.holds.held == set() and rig.save("c", chain("more"))
+
+
+def test_a_failure_by_deadline_comes_with_the_next_report_too():
+    rig = Rig(parked=True)
+    prompt, other = chain(range(4)), chain("other")
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    rig.jobs()
+    rig.clock.now = 60.0
+    rig.admit("c", other)
+    rig.observe("c", other)
+    assert rig.done(rig.job()) == Outcome(failed=("b",))
+
+
+def test_an_overdue_gated_load_keeps_its_pins_and_still_tells_of_its_failure():
+    rig = Rig(slots=1)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    job = rig.job()
+    rig.clock.now = 60.0
+    rig.jobs()
+    assert rig.coordinator.take_stats().expired_jobs == 1 and not rig.coordinator.pending
+    assert rig.save("c", chain("more")) == ()
+    with pytest.raises(TransferError, match="request.* b could not be loaded"):
+        rig.failed(job)
+    assert rig.save("c", chain("more"))
+
+
+def test_a_job_has_its_full_time_from_the_plan_that_ships_it():
+    rig = Rig()
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    rig.clock.now = 100.0
+    assert rig.coordinator.pending
+    rig.job()
+    rig.clock.now = 159.0
+    rig.jobs()
+    assert rig.coordinator.pending
+
+
+def test_unknown_jobs_are_ignored():
+    rig = Rig()
+    assert not rig.coordinator.report(Report(done={7: 1}, failed={8: 1}))
+    rig.coordinator.finish("stranger")
+
+
+def test_nothing_saved_before_a_reset_is_published_after_it():
+    rig = Rig()
+    prompt, old = chain(range(4)), chain("old")
+    rig.save("a", old)
+    rig.admit("b", prompt)
+    rig.observe("b", prompt, 2)
+    job = rig.job()
+    assert not rig.coordinator.reset()
+    assert rig.coordinator.epoch == 1
+    assert rig.hit(old) == 0
+    rig.done(job)
+    assert rig.hit(prompt) == 0 and rig.coordinator.pool_used == 0
+    rig.observe("b", prompt)
+    assert rig.jobs() == (), "its blocks mix old and new"
+    rig.admit("b", prompt)
+    rig.observe("b", prompt)
+    again = rig.job()
+    assert again.job_id > job.job_id and len(again.block_ids) == 4
+    rig.done(again)
+    assert rig.hit(prompt) == 4 and rig.coordinator.reset() and rig.coordinator.epoch == 2
+
+
+@pytest.mark.parametrize("reported_first", [False, True])
+def test_what_a_parked_load_brings_from_before_a_reset_is_not_saved_after_it(reported_first: bool):
+    rig = Rig(parked=True)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.admit("b", prompt, external=4)
+    job = rig.job()
+    if reported_first:
+        rig.done(job)
+    rig.coordinator.reset()
+    if not reported_first:
+        assert rig.done(job) == Outcome(received=("b",))
+    rig.admit("b", prompt, local=4)
+    rig.observe("b", prompt)
+    assert rig.jobs() == ()
+    rig.admit("b", prompt)
+    rig.observe("b", prompt)
+    assert len(rig.job().block_ids) == 4, "a later life computes its blocks anew"
+
+
+def test_plans_and_jobs_are_numbered_on():
+    rig = Rig()
+    assert rig.coordinator.plan() is None
+    numbers = []
+    for name in "abc":
+        prompt = chain([name])
+        rig.admit(name, prompt)
+        rig.observe(name, prompt)
+        plan = rig.coordinator.plan()
+        assert plan is not None and not plan.gated
+        numbers.append((plan.step, plan.jobs[0].job_id))
+        rig.coordinator.reset()
+    assert numbers == [(1, 1), (2, 2), (3, 3)]
+    assert rig.coordinator.plan() is None
+
+
+def test_tokens_are_counted_once_per_request():
+    rig = Rig(parked=True)
+    prompt = chain(range(4))
+    rig.save("a", prompt)
+    rig.coordinator.take_stats()
+    rig.admit("b", prompt, local=1, external=3)
+    rig.done(rig.job())
+    rig.admit("b", prompt, local=4)
+    rig.admit("b", prompt, external=4)
+    stats = rig.coordinator.take_stats()
+    assert (stats.queried_tokens, stats.hit_tokens) == (3 * B + 1, 3 * B)
+    assert not rig.coordinator.take_stats().queried_tokens
+
+
+def test_neighbouring_pages_are_one_run():
+    rig = Rig(chunk_blocks=4)
+    (job,) = rig.save("a", chain(range(10)))
+    assert job.pool_runs == ((0, 10),)
