@@ -83,7 +83,7 @@ class StreamConfig:
     log_interval_s: float = _option(10.0, "a number >= 0", lambda v: _is_number(v) and v >= 0)
     """Seconds between lines about hits and transfers; 0 logs none."""
     staging_mib: int = _option(64, "an integer >= 1", lambda v: _is_int(v) and v >= 1)
-    """Size in MiB of the device ring that transfers pass through, one for each direction."""
+    """Device memory in MiB for the rings that transfers pass through, half for loads and half for saves."""
     verify: bool = _option(False, "true or false", _is_bool)
     """Compare a fingerprint of every block saved and restored; slow, for debugging."""
     trace_dir: str | None = _option(None, "an absolute path, or null", lambda v: v is None or _is_absolute_path(v))

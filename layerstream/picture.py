@@ -55,16 +55,16 @@ def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
         )
     loaded, ended = (1e3 * max(times) for times in zip(*((t.load_end, t.compute_end) for t in layers), strict=True))
     axes.axvline(loaded, color=LOAD, linewidth=1.0, linestyle=(0, (4, 3)))
-    in_left_half = loaded < ended / 2
+    beside = loaded < 0.6 * ended
     axes.annotate(
         f"last byte in place\nafter {loaded:.1f} ms of {max(loaded, ended):.1f} ms",
-        # Beside the line, where the staircase of bars leaves room: above it on its right, below it on its left.
-        xy=(loaded, 0.06 if not in_left_half else 0.94),
+        # At the top, where the staircase of bars leaves room on the right.
+        xy=(loaded, 0.97),
         xycoords=("data", "axes fraction"),
-        xytext=(7 if in_left_half else -7, 0),
+        xytext=(7 if beside else -7, 0),
         textcoords="offset points",
-        ha="left" if in_left_half else "right",
-        va="top" if in_left_half else "bottom",
+        ha="left" if beside else "right",
+        va="top",
         color=LOAD,
         fontsize=10,
     )

@@ -38,14 +38,14 @@ def pages(index: PrefixIndex, spans: Iterable[Span]) -> list[int]:
     return [page for first, count in index.runs(spans) for page in range(first, first + count)]
 
 
-def test_a_hit_may_end_at_any_block():
+def test_a_hit_may_end_at_any_block() -> None:
     index = PrefixIndex(slots=8, chunk_blocks=4)
     prompt = chain(range(11))
     save(index, prompt)
     assert [index.match(prompt, stop) for stop in range(13)] == [*range(12), 11]
 
 
-def test_prompts_that_part_three_blocks_into_a_chunk_hit_to_the_block():
+def test_prompts_that_part_three_blocks_into_a_chunk_hit_to_the_block() -> None:
     index = PrefixIndex(slots=8, chunk_blocks=4)
     one, two = chain([0, 1, 2, 3, 4]), chain([0, 1, 2, "x", "y"])
     save(index, one)
@@ -60,7 +60,7 @@ def test_prompts_that_part_three_blocks_into_a_chunk_hit_to_the_block():
         assert found is not None and len(set(pages(index, found))) == 5
 
 
-def test_a_chunk_grows_in_place_until_it_is_full():
+def test_a_chunk_grows_in_place_until_it_is_full() -> None:
     index = PrefixIndex(slots=8, chunk_blocks=4)
     prompt = chain(range(6))
     assert [index.runs(save(index, prompt, stop)) for stop in (1, 3, 6)] == [
@@ -71,7 +71,7 @@ def test_a_chunk_grows_in_place_until_it_is_full():
     assert index.used == index.chunks == 2
 
 
-def test_a_chat_of_ten_turns_stores_no_block_twice():
+def test_a_chat_of_ten_turns_stores_no_block_twice() -> None:
     index = PrefixIndex(slots=100, chunk_blocks=4)
     told: list[object] = []
     stored: list[bytes] = []
@@ -89,7 +89,7 @@ def test_a_chat_of_ten_turns_stores_no_block_twice():
 @pytest.mark.parametrize(
     "chunks", [1, 2, *range(31, 34), *range(63, 66), 114, *range(127, 130), *range(255, 258), 1025]
 )
-def test_every_block_of_a_prefix_of_many_chunks_has_a_page_of_its_own(chunks: int):
+def test_every_block_of_a_prefix_of_many_chunks_has_a_page_of_its_own(chunks: int) -> None:
     index = PrefixIndex(slots=chunks, chunk_blocks=2)
     prompt = chain(range(2 * chunks))
     written = pages(index, save(index, prompt))
@@ -102,7 +102,7 @@ def test_every_block_of_a_prefix_of_many_chunks_has_a_page_of_its_own(chunks: in
         assert block is not None and pages(index, block) == [written[at]]
 
 
-def test_only_published_blocks_are_located():
+def test_only_published_blocks_are_located() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=4)
     prompt = chain(range(6))
     save(index, prompt, 3)
@@ -113,7 +113,7 @@ def test_only_published_blocks_are_located():
     assert index.locate(prompt, 2, 6) is None
 
 
-def test_blocks_are_published_only_behind_published_blocks():
+def test_blocks_are_published_only_behind_published_blocks() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=2)
     prompt = chain(range(6))
     first, second, third = (reserve(index, prompt, stop) for stop in (1, 3, 6))
@@ -125,7 +125,7 @@ def test_blocks_are_published_only_behind_published_blocks():
     assert index.match(prompt, 6) == 6
 
 
-def test_an_abandoned_save_takes_all_that_hangs_behind_it_and_keeps_its_slots_until_its_writers_stop():
+def test_an_abandoned_save_takes_all_that_hangs_behind_it_and_keeps_its_slots_until_its_writers_stop() -> None:
     index = PrefixIndex(slots=8, chunk_blocks=2)
     prompt, other = chain(range(6)), chain([0, "x", "y"])
     save(index, prompt, 1)
@@ -145,7 +145,7 @@ def test_an_abandoned_save_takes_all_that_hangs_behind_it_and_keeps_its_slots_un
     assert index.match(prompt, 6) == 6 and index.used == index.chunks
 
 
-def test_only_idle_leaves_are_evicted_and_a_tail_goes_before_its_head():
+def test_only_idle_leaves_are_evicted_and_a_tail_goes_before_its_head() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=1)
     prompt = chain(range(4))
     save(index, prompt)
@@ -155,7 +155,7 @@ def test_only_idle_leaves_are_evicted_and_a_tail_goes_before_its_head():
     assert index.match(prompt, 4) == 2
 
 
-def test_the_head_of_a_used_prompt_outlives_an_older_prompt():
+def test_the_head_of_a_used_prompt_outlives_an_older_prompt() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=1)
     used, idle = chain(["u", 1]), chain(["i", 1])
     save(index, used)
@@ -166,7 +166,7 @@ def test_the_head_of_a_used_prompt_outlives_an_older_prompt():
     assert index.match(used, 2) == 1
 
 
-def test_no_room_changes_nothing():
+def test_no_room_changes_nothing() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=1)
     pinned, idle = chain(range(2)), chain("ab")
     save(index, pinned)
@@ -180,7 +180,7 @@ def test_no_room_changes_nothing():
     assert index.reserve(chain("xyz"), 0, 3) is not None
 
 
-def test_making_room_never_evicts_the_chunk_that_is_to_be_followed():
+def test_making_room_never_evicts_the_chunk_that_is_to_be_followed() -> None:
     index = PrefixIndex(slots=2, chunk_blocks=1)
     prompt = chain(range(3))
     save(index, prompt, 1)
@@ -191,14 +191,14 @@ def test_making_room_never_evicts_the_chunk_that_is_to_be_followed():
     assert index.match(prompt, 3) == 2
 
 
-def test_what_follows_an_unknown_block_is_refused():
+def test_what_follows_an_unknown_block_is_refused() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=2)
     prompt = chain(range(4))
     assert index.reserve(prompt, 2, 4) is None
     assert index.used == 0
 
 
-def test_pins_never_go_below_zero():
+def test_pins_never_go_below_zero() -> None:
     index = PrefixIndex(slots=1, chunk_blocks=1)
     prompt = chain("a")
     save(index, prompt)
@@ -210,7 +210,7 @@ def test_pins_never_go_below_zero():
         index.unpin(spans)
 
 
-def test_clearing_keeps_slots_in_use_and_publishes_nothing_later():
+def test_clearing_keeps_slots_in_use_and_publishes_nothing_later() -> None:
     index = PrefixIndex(slots=4, chunk_blocks=1)
     read, written = chain("r"), chain("w")
     save(index, read)
@@ -413,4 +413,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, report_multiple_bugs=False)

@@ -28,7 +28,7 @@ def drain(policy: LRU[Thing]) -> str:
     return names
 
 
-def test_the_least_recently_used_goes_first_whatever_the_order_of_adding():
+def test_the_least_recently_used_goes_first_whatever_the_order_of_adding() -> None:
     policy: LRU[Thing] = LRU()
     a, b, c = things(policy, "abc")
     for thing in (c, a, b):
@@ -36,7 +36,7 @@ def test_the_least_recently_used_goes_first_whatever_the_order_of_adding():
     assert drain(policy) == "abc"
 
 
-def test_a_use_moves_an_item_to_the_end():
+def test_a_use_moves_an_item_to_the_end() -> None:
     policy: LRU[Thing] = LRU()
     made = things(policy, "abc")
     for thing in made:
@@ -45,7 +45,7 @@ def test_a_use_moves_an_item_to_the_end():
     assert drain(policy) == "bca"
 
 
-def test_an_item_keeps_its_place_while_it_is_not_evictable():
+def test_an_item_keeps_its_place_while_it_is_not_evictable() -> None:
     policy: LRU[Thing] = LRU()
     a, b, c = things(policy, "abc")
     for thing in (a, b, c):
@@ -55,7 +55,7 @@ def test_an_item_keeps_its_place_while_it_is_not_evictable():
     assert drain(policy) == "abc"
 
 
-def test_only_what_was_added_and_not_discarded_is_evicted_and_once():
+def test_only_what_was_added_and_not_discarded_is_evicted_and_once() -> None:
     policy: LRU[Thing] = LRU()
     a, b, c = things(policy, "abc")
     policy.add(a)
@@ -67,7 +67,7 @@ def test_only_what_was_added_and_not_discarded_is_evicted_and_once():
     assert policy.pop() is None
 
 
-def test_stale_entries_do_not_pile_up():
+def test_stale_entries_do_not_pile_up() -> None:
     policy: LRU[Thing] = LRU()
     made = things(policy, "abcd")
     for thing in made:
@@ -81,7 +81,7 @@ def test_stale_entries_do_not_pile_up():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["touch", "add", "discard", "pop"]), st.integers(0, 5)), max_size=200))
-def test_it_behaves_like_a_list_in_order_of_use(operations: list[tuple[str, int]]):
+def test_it_behaves_like_a_list_in_order_of_use(operations: list[tuple[str, int]]) -> None:
     policy: LRU[Thing] = LRU()
     made = things(policy, "abcdef")
     order, evictable = list(made), set[Thing]()

@@ -27,7 +27,7 @@ def with_free(slots: int, free: list[int]) -> SlotAllocator:
     return allocator
 
 
-def test_the_shortest_run_that_is_long_enough_is_used():
+def test_the_shortest_run_that_is_long_enough_is_used() -> None:
     allocator = with_free(20, [0, 1, 2, 3, 6, 7, 8, 11, 12])
     assert allocator.take(3) == [6, 7, 8]
     assert allocator.take(2) == [11, 12]
@@ -35,12 +35,12 @@ def test_the_shortest_run_that_is_long_enough_is_used():
     assert allocator.take(2) == [2, 3]
 
 
-def test_where_no_run_is_long_enough_the_fewest_runs_are_used():
+def test_where_no_run_is_long_enough_the_fewest_runs_are_used() -> None:
     allocator = with_free(20, [0, 2, 3, 5, 6, 7, 9, 10, 11, 12])
     assert allocator.take(8) == [9, 10, 11, 12, 5, 6, 7, 0]
 
 
-def test_all_or_nothing():
+def test_all_or_nothing() -> None:
     allocator = with_free(8, [1, 3, 5])
     assert allocator.take(4) is None
     assert allocator.free == 3
@@ -48,19 +48,19 @@ def test_all_or_nothing():
     assert allocator.free == 0 and allocator.take(1) is None
 
 
-def test_nothing_can_be_taken():
+def test_nothing_can_be_taken() -> None:
     allocator = SlotAllocator(0)
     assert allocator.take(0) == [] and allocator.take(1) is None
 
 
-def test_slots_given_back_join_their_neighbours():
+def test_slots_given_back_join_their_neighbours() -> None:
     allocator = with_free(9, [])
     for slot in (0, 8, 2, 6, 4, 1, 7, 5, 3):
         allocator.give([slot])
     assert runs(allocator.take(9) or []) == [(0, 9)]
 
 
-def test_giving_a_slot_twice_is_caught():
+def test_giving_a_slot_twice_is_caught() -> None:
     allocator = with_free(4, [2])
     with pytest.raises(AssertionError, match="given back twice"):
         allocator.give([2])
@@ -68,7 +68,7 @@ def test_giving_a_slot_twice_is_caught():
         allocator.give([1, 2, 3])
 
 
-def test_ten_thousand_random_sizes_leave_no_fragments():
+def test_ten_thousand_random_sizes_leave_no_fragments() -> None:
     allocator = SlotAllocator(500)
     held: list[list[int]] = []
     for step in range(10_000):
@@ -84,7 +84,7 @@ def test_ten_thousand_random_sizes_leave_no_fragments():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 24), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=40))
-def test_it_behaves_like_a_set_of_free_slots(slots: int, operations: list[tuple[bool, int]]):
+def test_it_behaves_like_a_set_of_free_slots(slots: int, operations: list[tuple[bool, int]]) -> None:
     allocator = SlotAllocator(slots)
     free = set(range(slots))
     taken: list[int] = []

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +64,16 @@ class VllmEngine:
         """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
         _set_cpu_environment()
+        import torch
         from vllm import LLM, SamplingParams
 
+        self.dtype = _dtype()
         self._params = SamplingParams
         self._llm = LLM(
             model=str(model),
-            dtype="bfloat16",
+            dtype=self.dtype,
+            # Compiling for a CPU takes a C++ compiler and a minute, and the same hooks run either way.
+            enforce_eager=not torch.cuda.is_available(),
             max_model_len=max_tokens,
             max_num_batched_tokens=max_tokens,
             enable_prefix_caching=True,
@@ -114,6 +118,14 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=SETTLE_S)
 
 
+def _dtype() -> str:
+    """bfloat16, except on CPUs for which oneDNN has no bfloat16 matrix product (below AVX-512): eight times slower."""
+    import torch
+
+    fast = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if fast else "float32"
+
+
 def _set_cpu_environment() -> None:
     """Settings of vLLM's CPU build, where the user has not made them; a GPU engine needs none."""
     import torch
@@ -139,11 +151,11 @@ def _eventually(attempt: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def prompt_of(engine: VllmEngine, *, tokens: int, seed: int) -> list[int]:
-    """A prompt of exactly `tokens` tokens of English sentences; other seeds differ from the first sentence on."""
-    draw = random.Random(seed)
+def prompt_of(engine: VllmEngine, *, tokens: int) -> list[int]:
+    """A prompt of exactly `tokens` tokens of English sentences, the same each time."""
+    draw = random.Random(0)
     pick = draw.choice
-    text = [f"Log of weather station {seed}."]
+    text = ["From the log of a weather station."]
     while True:
         text += [
             f"{pick(_WHEN)} {pick(_WHO)} {pick(_DID)} {pick(_WHAT)} {pick(_WHERE)}, {pick(_WHY)}; "
@@ -171,6 +183,7 @@ class Findings:
     hit_tokens: int
     """What a hit must cover: every whole block before the prompt's last token, which is always computed."""
     block_tokens: int
+    dtype: str
     cold: Answer
     pairs: tuple[tuple[Answer, Answer], ...]
     """(LayerStream hit, vLLM's own prefix hit), one token each."""
@@ -190,15 +203,19 @@ class Findings:
         ):
             covered = {answer.cached_tokens for answer in answers} - {expected}
             if covered:
-                found.append(f"{name} covered {sorted(covered)} tokens and not {expected}")
+                found.append(f"{name} covered {_listed(covered)} tokens instead of {expected:,}")
         loaded = {timeline.blocks * self.block_tokens for timeline in self.timelines} - {self.hit_tokens}
         if loaded:
-            found.append(f"loads moved {sorted(loaded)} tokens and not {self.hit_tokens}")
+            found.append(f"loads moved {_listed(loaded)} tokens instead of {self.hit_tokens:,}")
         if warm.token_ids != local.token_ids:
             found.append("a LayerStream hit and vLLM's own prefix hit gave different tokens")
         if warm.logprobs != local.logprobs:
             found.append("a LayerStream hit and vLLM's own prefix hit gave different logprobs")
         return found
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return " and ".join(f"{count:,}" for count in sorted(counts))
 
 
 def logprob_distance(one: Answer, other: Answer) -> float:
@@ -212,51 +229,42 @@ def logprob_distance(one: Answer, other: Answer) -> float:
 
 
 def measure(
-    engine: VllmEngine, *, prompt_tokens: int, pairs: int, trace_dir: Path, say: Callable[[str], None]
+    engine: VllmEngine, *, prompt_tokens: int, pairs: int, trace_dir: Path, phase: Callable[[str], None]
 ) -> Findings:
-    """Serve the prompt in every way, and collect what happened."""
-    say("warming up on another prompt")
-    other = prompt_of(engine, tokens=prompt_tokens, seed=1)
-    for _ in range(2):
-        engine.serve(other)
-    prompt = prompt_of(engine, tokens=prompt_tokens, seed=2)
+    """Serve the prompt in every way, and collect what happened; `phase` is told what is being done."""
+    phase(f"serving {prompt_tokens:,} tokens cold: {ANSWER_TOKENS} tokens of answer, which also warms the engine up")
+    prompt = prompt_of(engine, tokens=prompt_tokens)
+    timelines: list[Timeline] = []
 
     def at_length() -> Answer:
         return engine.serve(prompt, tokens=ANSWER_TOKENS, logprobs=TOP_LOGPROBS)
 
-    say(f"serving {prompt_tokens:,} tokens cold, {ANSWER_TOKENS} tokens of answer")
-    cold_long = at_length()
-    engine.forget(host_pool=True)
-    say(f"serving {prompt_tokens:,} tokens cold, timed")
-    cold = engine.serve(prompt)
-    timelines: list[Timeline] = []
-    seen = set(trace_dir.iterdir())
-
-    def new_trace() -> Path | None:
-        return next(iter(set(trace_dir.glob("load-*.json")) - seen), None)
-
-    def warm() -> Answer:
+    def warm(request: Callable[[], Answer]) -> Answer:
         engine.forget()
-        answer = engine.serve(prompt)
+        answer = request()
         if answer.cached_tokens:
-            trace = _eventually(new_trace, "the load's timeline")
-            seen.add(trace)
+            trace = _eventually(lambda: next(trace_dir.glob("load-*.json"), None), "the load's timeline")
             timelines.append(read_timeline(trace))
+            trace.unlink()
         return answer
 
-    measured = []
-    for pair in alternate(warm, lambda: engine.serve(prompt), pairs):
-        measured.append(pair)
-        say(f"serving warm, in pairs: {len(measured)} of {pairs}")
-    say("comparing answers")
+    cold_long = at_length()
+    phase("serving it warm: the same answer twice, to compare")
     local_long = at_length()
-    engine.forget()
+    warm_long = warm(at_length)
+    timelines.clear()
+    engine.forget(host_pool=True)
+    phase("serving it cold: time to first token")
+    cold = engine.serve(prompt)
+    phase(f"serving it warm: time to first token, {pairs} pairs")
+    measured = tuple(alternate(lambda: warm(lambda: engine.serve(prompt)), lambda: engine.serve(prompt), pairs))
     return Findings(
         hit_tokens=(prompt_tokens - 1) // engine.block_tokens * engine.block_tokens,
         block_tokens=engine.block_tokens,
+        dtype=engine.dtype,
         cold=cold,
-        pairs=tuple(measured),
-        long=(at_length(), local_long, cold_long),
+        pairs=measured,
+        long=(warm_long, local_long, cold_long),
         timelines=tuple(timelines),
     )
 
@@ -268,13 +276,14 @@ def table_of(findings: Findings) -> Table:
     )
     ratio = ratio_interval([(ours.seconds, theirs.seconds) for ours, theirs in findings.pairs])
     warm, local, cold = findings.long
-    same_tokens, same_as_cold = warm.token_ids == local.token_ids, warm.token_ids == cold.token_ids
     distance = logprob_distance(warm, cold)
 
     def median(value: Callable[[Timeline], float]) -> float:
         return statistics.median(map(value, findings.timelines)) if findings.timelines else float("nan")
 
-    table = Table(title=f"{MODEL_NAME}, the same prompt three ways", title_justify="left", show_header=False)
+    table = Table(
+        title=f"{MODEL_NAME} in {findings.dtype}, the same prompt three ways", title_justify="left", show_header=False
+    )
     for row in (
         ("cold: time to first token", f"{findings.cold.seconds * 1e3:,.0f} ms"),
         ("vLLM's own prefix hit, median", f"{local_s * 1e3:,.1f} ms"),
@@ -284,23 +293,24 @@ def table_of(findings: Findings) -> Table:
             f"{ratio.median:.2f} (95 % interval {ratio.low:.2f} to {ratio.high:.2f}, {ratio.samples} pairs)",
         ),
         ("speed-up over cold", f"[bold]{findings.cold.seconds / warm_s:,.1f} x[/]"),
-        ("hit tokens", " and ".join(f"{n:,}" for n in sorted({ours.cached_tokens for ours, _ in findings.pairs}))),
+        ("hit tokens", _listed({ours.cached_tokens for ours, _ in findings.pairs})),
         ("bytes moved per hit", f"{median(lambda t: t.nbytes) / 1e6:,.1f} MB"),
         ("load rate", f"{median(lambda t: t.nbytes / t.load_seconds / 1e9):.2f} GB/s"),
         ("overlap ratio", f"{median(lambda t: t.overlap_ratio):.3f}"),
         ("exposed stall", f"{median(lambda t: t.stall_seconds) * 1e3:.2f} ms"),
         (
-            f"tokens agree ({ANSWER_TOKENS})",
-            f"with vLLM's own hit: {'yes' if same_tokens else 'NO'}; with cold: {'yes' if same_as_cold else 'no'}",
+            f"{len(warm.token_ids)} tokens of answer",
+            f"{_same(warm.token_ids == local.token_ids)} vLLM's own hit, {_same(warm.token_ids == cold.token_ids)} cold",
         ),
-        (
-            "logprobs agree",
-            f"with vLLM's own hit: {'bit-equal' if warm.logprobs == local.logprobs else 'NO'}; "
-            f"with cold: within {distance:.2g} (vLLM's own hit: {logprob_distance(local, cold):.2g})",
-        ),
+        ("logprobs against vLLM's own hit", "bit-equal" if warm.logprobs == local.logprobs else "[red]DIFFERENT[/]"),
+        ("logprobs against cold", f"within {distance:.2g} (vLLM's own hit: {logprob_distance(local, cold):.2g})"),
     ):
         table.add_row(*row)
     return table
+
+
+def _same(equal: bool) -> str:
+    return "the same as" if equal else "[red]not[/] the same as"
 
 
 def run(*, out: Path, prompt_tokens: int, pairs: int) -> int:
@@ -339,28 +349,35 @@ def run(*, out: Path, prompt_tokens: int, pairs: int) -> int:
 
 def _measure_on_screen(console: Console, *, prompt_tokens: int, pairs: int) -> Findings:
     """Model, engine and measurements, with a line on the screen that says what is being done."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as traces:
-        begun, doing = time.monotonic(), ""
-        task = progress.add_task("")
+    with _phases(console) as phase, tempfile.TemporaryDirectory() as traces:
+        phase(f"preparing {MODEL_NAME}")
+        model = prepare_model(progress=phase)
+        phase("starting vLLM with LayerStreamConnector (about a minute)")
+        engine = VllmEngine(model, max_tokens=prompt_tokens + ANSWER_TOKENS, trace_dir=Path(traces))
+        try:
+            return measure(engine, prompt_tokens=prompt_tokens, pairs=pairs, trace_dir=Path(traces), phase=phase)
+        finally:
+            phase("stopping the engine")
+            engine.close()
 
-        def say(what: str) -> None:
+
+@contextmanager
+def _phases(console: Console) -> Iterator[Callable[[str], None]]:
+    """A spinner with a clock; the callable begins the next phase and leaves a line about the one before it."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+        begun, doing = time.monotonic(), ""
+
+        def phase(what: str) -> None:
             nonlocal begun, doing
             if doing:
-                console.print(f"[green]done[/] {doing} [dim]({time.monotonic() - begun:.1f} s)[/]")
+                console.print(f"[green]done[/] {doing} [dim]({time.monotonic() - begun:.1f} s)[/]", soft_wrap=True)
             begun, doing = time.monotonic(), what
             progress.reset(task, description=what)
 
-        say(f"preparing {MODEL_NAME}")
-        model = prepare_model(progress=say)
-        say("starting vLLM with LayerStreamConnector (about a minute)")
-        # One block more than prompt and answer, whatever the block size.
-        engine = VllmEngine(model, max_tokens=prompt_tokens + 10 * ANSWER_TOKENS, trace_dir=Path(traces))
-        try:
-            return measure(engine, prompt_tokens=prompt_tokens, pairs=pairs, trace_dir=Path(traces), say=say)
-        finally:
-            say("stopping the engine")
-            engine.close()
+        yield phase
+        phase("")
 
 
 def _write_timeline(console: Console, findings: Findings, out: Path) -> None:
@@ -371,15 +388,16 @@ def _write_timeline(console: Console, findings: Findings, out: Path) -> None:
     timeline = by_stall[len(by_stall) // 2]
     trace = out / "timeline.json"
     trace.write_bytes(msgspec.json.encode(timeline.chrome_trace()))
-    console.print(f"Timeline of one load: {trace} (open it in https://ui.perfetto.dev)")
+    console.print(f"Timeline of one load: {escape(str(trace))} (open it in https://ui.perfetto.dev)", soft_wrap=True)
     try:
         picture = draw_timeline(timeline, out / "timeline.png", hit_tokens=findings.hit_tokens)
     except ConfigError as error:
         console.print(f"[yellow]No picture:[/] {escape(str(error))}")
         return
     console.print(
-        f"Picture: {picture}. Every blue bar that lies left of its layer's green bar was hidden behind the compute "
-        "of the layers before it; orange would be time that the compute waited."
+        f"Its picture: {escape(str(picture))}. A layer's bytes (blue) that arrive before its compute (green) begins "
+        "were hidden behind the layers before it; what the compute waited for them is orange.",
+        soft_wrap=True,
     )
 
 

@@ -6,16 +6,15 @@ process group, which is ended with it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,19 +22,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {
     # With a connector vLLM sets one core aside, which on two cores changes how many compute: bind all engines alike.
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
-START_TIMEOUT_S = 300.0
-CALL_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+CALL_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 LOG_TAIL_BYTES = 3000
 
 
 class EngineFailed(RuntimeError):
-    """An engine did not start, did not answer or raised; the message ends with the tail of its log."""
+    """An engine or a server did not start, did not answer or raised. `reason` is one line; the message adds its log."""
+
+    def __init__(self, reason: str, log: Path) -> None:
+        self.reason = reason
+        tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        super().__init__(f"{reason}\n--- end of {log}:\n{tail}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +107,10 @@ class EngineProcess:
         self.name = name
         self.log = logs / f"{name}.log"
         self._pipe, theirs = Pipe()
+        module = "profiles.microbench.engine_server"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "profiles.microbench.engine_process", str(theirs.fileno()), json.dumps(asdict(spec))],
+                [sys.executable, "-m", module, str(theirs.fileno()), json.dumps(asdict(spec))],
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT | spec.environment,
                 pass_fds=(theirs.fileno(),),
@@ -150,15 +155,11 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine: politely, then by force."""
-        try:
-            if self._process.poll() is None:
-                self._pipe.send(("stop", {}))
-                self._process.wait(STOP_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            self._pipe.close()
-            end_group(self._process)
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._pipe.send(("stop", {}))
+            self._process.wait(STOP_TIMEOUT_S)
+        self._pipe.close()
+        end_group(self._process)
 
     def __enter__(self) -> Self:
         return self
@@ -182,83 +183,11 @@ class EngineProcess:
         return value
 
     def _failure(self, what: str) -> EngineFailed:
-        return EngineFailed(f"engine {self.name!r} {what}\n--- end of {self.log}:\n{log_tail(self.log)}")
+        return EngineFailed(f"engine {self.name!r} {what}", self.log)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of a process started in a session of its own, and reap it."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
-
-
-def log_tail(log: Path) -> str:
-    """The last lines of a log file."""
-    return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-
-
-class _Server:
-    """The engine's side of the pipe."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        from vllm import LLM, SamplingParams
-
-        self._sampling = SamplingParams
-        self._llm = LLM(**spec.vllm_arguments())
-
-    def generate(self, prompt: list[int], tokens: int, logprobs: int | None) -> Answer:
-        sampling = self._sampling(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs, detokenize=False
-        )
-        begun = time.perf_counter()
-        (output,) = self._llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        completion, times = output.outputs[0], output.metrics
-        return Answer(
-            seconds=seconds,
-            cached_tokens=output.num_cached_tokens or 0,
-            token_ids=tuple(completion.token_ids),
-            logprobs=tuple(
-                {token: entry.logprob for token, entry in position.items()} for position in completion.logprobs or ()
-            ),
-            decode_seconds=times.last_token_ts - times.first_token_ts if tokens > 1 and times else None,
-        )
-
-    def reset(self) -> bool:
-        return bool(self._llm.reset_prefix_cache())
-
-    def stop(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-
-
-def main() -> None:
-    """Serve commands from the pipe until told to stop or the other end is gone."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("pipe", type=int)
-    parser.add_argument("spec", type=json.loads)
-    arguments = parser.parse_args()
-    pipe = Connection(arguments.pipe)
-    try:
-        server = _Server(EngineSpec(**arguments.spec))
-    except Exception:  # noqa: BLE001 - whatever it was, the other side reports it
-        pipe.send((False, traceback.format_exc()))
-        return
-    pipe.send((True, None))
-    while True:
-        try:
-            command, values = pipe.recv()
-        except EOFError:
-            command, values = "stop", {}
-        if command == "stop":
-            server.stop()
-            return
-        try:
-            pipe.send((True, getattr(server, command)(**values)))
-        except Exception:  # noqa: BLE001 - as above
-            pipe.send((False, traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,10 +9,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from profiles.microbench.engine_process import EngineFailed, end_group, log_tail
+from profiles.microbench.engine_process import EngineFailed, end_group
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
@@ -74,10 +75,8 @@ class LMCacheServer:
     def stop(self) -> None:
         """End it: politely, then by force."""
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
         end_group(self._process)
         # A server ended by force leaves its pool behind.
         for left in Path("/dev/shm").glob(f"*{self._shm}*"):
@@ -94,13 +93,13 @@ class LMCacheServer:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
             if self._process.poll() is not None:
-                raise EngineFailed(f"lmcache server ended with {self._process.returncode}\n{log_tail(self.log)}")
+                raise EngineFailed(f"lmcache server ended with status {self._process.returncode}", self.log)
             try:
                 with opener.open(url, timeout=2):
                     return
             except (OSError, urllib.error.URLError) as error:
                 if time.monotonic() > deadline:
-                    raise EngineFailed(f"lmcache server is not up: {error}\n{log_tail(self.log)}") from error
+                    raise EngineFailed(f"lmcache server is not up: {error}", self.log) from error
             time.sleep(0.2)
 
 

@@ -41,7 +41,7 @@ def commit(root: Path) -> str:
     """The checked-out commit, marked when files differ from it; "unknown" outside a git checkout."""
     try:
         found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             cwd=root,
             capture_output=True,
             check=True,

@@ -13,13 +13,13 @@ from layerstream.trials import Interval, median_interval, ratio_interval
 
 ROWS = (
     "warm TTFT / vLLM's own prefix hit",
-    "logprobs, LayerStream hit against vLLM's own",
+    "logprobs bit-equal to those of vLLM's own hit (1: yes)",
     "overlap ratio of a hit",
     "warm TTFT / LMCache multiprocess mode's",
     "cold TTFT, saving / no connector",
     "decode time per token, connector / none",
     "stream operations added in an idle step",
-    "FULL decode graphs",
+    "FULL decode graphs kept (1: yes)",
     "both hooks of a layer without work",
     "lookup of 1,000 chunks in 1,000,000, 2 blocks each",
     "lookup of 1,000 chunks in 1,000,000, 16 blocks each",
@@ -30,20 +30,10 @@ ROWS = (
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What a number should reach."""
+    """What a number should reach; "=" is for what holds of every sample or not at all."""
 
     relation: Literal["<=", ">=", "<", "="]
     value: float
-
-    def verdict(self, interval: Interval) -> str:
-        """See `Interval.verdict`; an exact target is met or missed by the median alone."""
-        match self.relation:
-            case "<=" | "<":
-                return interval.verdict(at_most=self.value)
-            case ">=":
-                return interval.verdict(at_least=self.value)
-            case "=":
-                return "met" if interval.low == interval.median == interval.high == self.value else "missed"
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -100,7 +90,15 @@ class Row(msgspec.Struct, kw_only=True):
         """met, missed, unresolved with the count; "not measured" if it failed; "-" without a target."""
         if not self.samples:
             return "not measured"
-        return "-" if self.target is None else self.target.verdict(self.interval())
+        match self.target:
+            case None:
+                return "-"
+            case Target(relation="=", value=value):
+                return "met" if all(sample == value for sample in self.samples) else "missed"
+            case Target(relation=">=", value=value):
+                return self.interval().verdict(at_least=value)
+            case Target(value=value):
+                return self.interval().verdict(at_most=value)
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -157,9 +155,7 @@ def markdown(results: Results) -> str:
         if note := row.failure or row.note:
             notes.append(note.replace("\n", " "))
             mark = f" ({len(notes)})"
-        lines.append(
-            f"| {row.name}{mark} | {row.measured()} | {row.wanted()} | {row.verdict()} | {len(row.samples)} |"
-        )
+        lines.append(f"| {row.name}{mark} | {row.measured()} | {row.wanted()} | {row.verdict()} | {len(row.samples)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     facts = {"run": f"{results.started:%Y-%m-%d %H:%M} UTC", "commit": results.commit}
     facts |= {name: str(value) for name, value in (results.settings | results.machine | results.versions).items()}

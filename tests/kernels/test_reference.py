@@ -29,26 +29,31 @@ def copy_of(copy: Callable[..., None], layer: LayerPages) -> Callable[[], None]:
 @pytest.mark.parametrize("layer", [LARGE, GAPPED], ids=["dense", "gapped"])
 @pytest.mark.parametrize("copy", [gather_pages, scatter_pages])
 def test_a_copy_lets_other_threads_run(copy: Callable[..., None], layer: LayerPages) -> None:
-    run, copying, seen = copy_of(copy, layer), [False], threading.Event()
+    run, copying, seen = copy_of(copy, layer), [0], threading.Event()
 
     def work() -> None:
-        for _ in range(300):
+        for number in range(1, 301):
             if seen.is_set():
                 return
-            copying[0] = True
+            copying[0] = number
             run()
-            copying[0] = False
+            copying[0] = 0
 
     interval = sys.getswitchinterval()
-    # Nobody is made to give the GIL up within the test: a copy is seen under way only if it gave the GIL up itself.
+    # Nobody is made to give the GIL up within the test. Where torch or numpy give it up for something small this thread
+    # gets a turn, and its sleep hands it back; only while the bytes themselves are copied can it have ten in a row.
     sys.setswitchinterval(1000)
     try:
         thread = threading.Thread(target=work)
         thread.start()
+        turns = last = 0
         while thread.is_alive() and not seen.is_set():
-            if copying[0]:
+            number = copying[0]
+            turns = turns + 1 if number and number == last else 0
+            last = number
+            if turns == 10:
                 seen.set()
-            time.sleep(0)
+            time.sleep(1e-4)
         thread.join(60)
     finally:
         sys.setswitchinterval(interval)
