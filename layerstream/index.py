@@ -197,7 +197,7 @@ class PrefixIndex:
         Their writers may still write: `retire` says when they have stopped.
         """
         for chunk, lo, _ in spans:
-            if lo < len(chunk.hashes):
+            if chunk.live:
                 self._cut(chunk, lo)
 
     def retire(self, spans: Iterable[Span]) -> None:
@@ -323,8 +323,6 @@ class PrefixIndex:
             return
         del chunk.hashes[length:]
         chunk.closed = True
-        if chunk.landed:
-            chunk.landed = {lo: hi for lo, hi in chunk.landed.items() if lo < length}
 
     def _drop(self, chunk: Chunk) -> None:
         """Take a chunk without children out of the index; its slot is free once nobody uses it."""

@@ -276,7 +276,7 @@ def table_of(findings: Findings) -> Table:
     )
     ratio = ratio_interval([(ours.seconds, theirs.seconds) for ours, theirs in findings.pairs])
     warm, local, cold = findings.long
-    distance = logprob_distance(warm, cold)
+    ours_is_theirs = "logprobs bit-equal" if warm.logprobs == local.logprobs else "[red]logprobs differ[/]"
 
     def median(value: Callable[[Timeline], float]) -> float:
         return statistics.median(map(value, findings.timelines)) if findings.timelines else float("nan")
@@ -298,19 +298,16 @@ def table_of(findings: Findings) -> Table:
         ("load rate", f"{median(lambda t: t.nbytes / t.load_seconds / 1e9):.2f} GB/s"),
         ("overlap ratio", f"{median(lambda t: t.overlap_ratio):.3f}"),
         ("exposed stall", f"{median(lambda t: t.stall_seconds) * 1e3:.2f} ms"),
-        (
-            f"{len(warm.token_ids)} tokens of answer",
-            f"{_same(warm.token_ids == local.token_ids)} vLLM's own hit, {_same(warm.token_ids == cold.token_ids)} cold",
-        ),
-        ("logprobs against vLLM's own hit", "bit-equal" if warm.logprobs == local.logprobs else "[red]DIFFERENT[/]"),
-        ("logprobs against cold", f"within {distance:.2g} (vLLM's own hit: {logprob_distance(local, cold):.2g})"),
+        ("answer against vLLM's own hit", f"{_same(warm, local)}, {ours_is_theirs}"),
+        ("answer against cold", f"{_same(warm, cold)}, logprobs within {logprob_distance(warm, cold):.2g}"),
+        ("vLLM's own hit against cold", f"{_same(local, cold)}, logprobs within {logprob_distance(local, cold):.2g}"),
     ):
         table.add_row(*row)
     return table
 
 
-def _same(equal: bool) -> str:
-    return "the same as" if equal else "[red]not[/] the same as"
+def _same(one: Answer, other: Answer) -> str:
+    return f"same {len(one.token_ids)} tokens" if one.token_ids == other.token_ids else "[red]tokens differ[/]"
 
 
 def run(*, out: Path, prompt_tokens: int, pairs: int) -> int:

@@ -70,9 +70,14 @@ class Row(msgspec.Struct, kw_only=True):
         return ratio_interval(self.pairs) if self.pairs else median_interval(self.samples)
 
     def measured(self) -> str:
-        """The number as the table shows it: the median and, where samples differ, the interval."""
+        """The number as the table shows it: the median and, where samples differ, the interval; for a target that is
+        exact the sample furthest from it."""
         if not self.samples:
             return "-"
+        if self.target is not None and self.target.relation == "=":
+            wanted = self.target.value
+            worst = max(self.samples, key=lambda sample: abs(sample - wanted))
+            return f"{worst * self.scale:.{self.digits}f} {self.unit}".rstrip()
         interval = self.interval()
         median, low, high = (
             f"{value * self.scale:.{self.digits}f}" for value in (interval.median, interval.low, interval.high)

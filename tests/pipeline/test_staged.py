@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -69,17 +70,17 @@ def make_rig(api: FakeCuda, *, pieces: int) -> Rig:
     )
     device = CudaDevice(0, api=api)
     pool = HostPool(page_bytes=[64] * LAYERS, chunk_blocks=CHUNK_BLOCKS, budget_bytes=1 << 20)
-    path = StagedPath(
-        device=device,
-        geometry=geometry,
-        storages=[storage_bytes(tensor) for tensor in kv],
-        pool=pool,
-        gather=api.kernel(gather_pages),
-        scatter=api.kernel(scatter_pages),
-        # Two directions, `pieces` pieces of three pages each: every transfer here wraps around its ring.
-        staging_bytes=2 * pieces * 3 * 64,
-    )
-    path._piece_bytes = 3 * 64
+    # Pieces of three pages, so that every longer transfer here wraps around its ring.
+    with mock.patch("layerstream.pipeline.staged.PIECE_BYTES", 3 * 64):
+        path = StagedPath(
+            device=device,
+            geometry=geometry,
+            storages=[storage_bytes(tensor) for tensor in kv],
+            pool=pool,
+            gather=api.kernel(gather_pages),
+            scatter=api.kernel(scatter_pages),
+            staging_bytes=2 * pieces * 3 * 64,
+        )
     return Rig(api, StreamEngine(device=device, geometry=geometry, pool=pool, path=path), kv)
 
 
