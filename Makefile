@@ -13,7 +13,7 @@ PYTEST_FLAGS ?=
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
 
-setup: ## make .venv from the pinned requirements (about 3 minutes and 5 GB the first time)
+setup: ## make .venv from the pinned requirements (a few minutes and 5 GB the first time)
 	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" bash .ci/setup $(VENV)
 
 demo: setup ## serve a long prompt cold and warm on the real vLLM engine, and draw the load's timeline

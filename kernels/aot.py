@@ -70,7 +70,7 @@ def layouts(word: int) -> list[LayerPages]:
             run_offsets=tuple(run * word for run in runs),
             run_bytes=656 * word,
         )
-        for name, runs in (("equal runs", (0, 801)), ("unequal runs", (0, 801, 2003)))
+        for name, runs in (("equal", (0, 801)), ("unequal", (0, 801, 2003)))
     ]
 
 
@@ -126,7 +126,8 @@ def compile_variant(variant: Variant, **options: Any) -> Compiled:
 
 def report() -> Table:
     """A table with one row for each variant."""
-    table = Table("sm", "kernel", "layout", "count", "word", "load", "store", "registers", "spills", "shared")
+    columns = ("sm", "kernel", "runs", "count", "word", "load", "store", "registers", "spills", "shared")
+    table = Table(*columns, box=None)
     for variant in variants():
         result = compile_variant(variant)
         table.add_row(

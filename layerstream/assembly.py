@@ -15,7 +15,8 @@ import torch
 from layerstream.engine import StreamEngine
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.geometry import KVGeometry, layer_pages
-from layerstream.host_pool import HostPool, Pinner, default_budget
+from layerstream.host_budget import default_budget
+from layerstream.host_pool import HostPool, Pinner
 from layerstream.pipeline.staged import StagedPath
 from layerstream.streams.cpu import CpuDevice, spare_cores
 from layerstream.verify import Verifier
@@ -45,7 +46,7 @@ def kv_geometry(tensors: Mapping[str, torch.Tensor], *, num_blocks: int, block_t
                 shape=tuple(tensor.shape),
                 strides=tensor.stride(),
                 itemsize=tensor.element_size(),
-                storage_offset=tensor.storage_offset(),
+                storage_offset=int(tensor.storage_offset()),
                 num_blocks=num_blocks,
             )
             for name, tensor in tensors.items()
@@ -86,7 +87,7 @@ def build_engine(
     if config.host_gib is not None:
         budget = int(config.host_gib * (1 << 30))
     else:
-        budget = default_budget(local_ranks=local_ranks, pinned=pinner is not None)
+        budget = default_budget(local_ranks=local_ranks)
     pool = HostPool(
         page_bytes=[layer.page_bytes for layer in geometry.layers],
         chunk_blocks=config.chunk_blocks(block_tokens),

@@ -317,8 +317,7 @@ class Coordinator:
             TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
         """
         broken: list[str] = []
-        # Failures first: a job must be known to have failed before its last answer is counted.
-        for answers, failed in ((report.failed, True), (report.done, False)):
+        for answers, failed in ((report.done, False), (report.failed, True)):
             for job_id, ranks in answers.items():
                 flight = self._flights.get(job_id) or self._overdue.get(job_id)
                 if flight is None:
@@ -415,15 +414,15 @@ class Coordinator:
         if not in_time:
             del self._overdue[job.job_id]
         if job.kind is JobKind.SAVE:
-            if in_time and not flight.failed:
+            if not flight.failed:
+                # Of a save that was given up this publishes nothing: its spans are abandoned.
                 self._stats.saved_blocks += pool.publish(flight.spans)
                 return
-            if in_time:
-                logger.warning(
-                    "LayerStream: a rank could not save %d blocks of request %s; they are not cached",
-                    len(job.block_ids), job.request_id,
-                )  # fmt: skip
-                pool.abandon(flight.spans)
+            logger.warning(
+                "LayerStream: a rank could not save %d blocks of request %s; they are not cached",
+                len(job.block_ids), job.request_id,
+            )  # fmt: skip
+            pool.abandon(flight.spans)
             pool.retire(flight.spans)
             return
         pool.unpin(flight.spans)

@@ -265,7 +265,8 @@ class StreamEngine:
                 self._timeline(transfer).write(self._trace_dir, self._rank)
 
     def _timeline(self, transfer: Transfer) -> Timeline:
-        assert transfer.submitted is not None and transfer.closed is not None
+        assert transfer.submitted is not None
+        assert transfer.closed is not None
         origin = transfer.submitted
 
         def since(event: object) -> float:

@@ -12,11 +12,9 @@ import logging
 import math
 import mmap
 import os
-import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -33,8 +31,6 @@ PIN_BYTES = 256 << 20
 """Most bytes registered by one call: a call holds the process's memory map and the driver for as long as it takes."""
 ALIGNMENT = 4096
 """Layers start on multiples of this within a segment: the memory page, and what O_DIRECT asks for."""
-BUDGET_SHARE = 0.25
-"""Part of the available memory that the ranks of one machine take together when nobody says how much."""
 
 
 class Pinner(Protocol):
@@ -234,73 +230,6 @@ class HostPool:
         while self._registered:
             assert self._pin is not None
             self._pin.unregister(self._registered.pop())
-
-
-def default_budget(
-    *,
-    local_ranks: int,
-    pinned: bool,
-    meminfo: Path = Path("/proc/meminfo"),
-    own_cgroup: Path = Path("/proc/self/cgroup"),
-    cgroups: Path = Path("/sys/fs/cgroup"),
-) -> int:
-    """Bytes for one rank's pool when `host_gib` is not set.
-
-    A quarter of the memory that is available to this process, shared between the machine's ranks, and no more than
-    may be locked (RLIMIT_MEMLOCK, which holds per process) if it is to be pinned. Available is the least of
-    MemAvailable and, for the process's cgroup and each of its ancestors, limit - usage + inactive page cache (the
-    kernel drops that first; a freshly read checkpoint fills it).
-
-    Args:
-        local_ranks: ranks on this machine that make a pool each.
-        pinned: whether the pool will be pinned.
-        meminfo: where the kernel says what is free.
-        own_cgroup: where it says which cgroup this process is in.
-        cgroups: where the cgroup file system is mounted (v2, or v1 with its `memory` folder).
-
-    Raises:
-        PoolError: the system does not say how much memory is available.
-    """
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        available = int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError) as error:
-        raise PoolError(f"{meminfo} does not tell how much memory is available ({error!r}); set host_gib") from error
-    budget = int(min([available, *_cgroup_headroom(own_cgroup, cgroups)]) * BUDGET_SHARE) // local_ranks
-    if pinned:
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if locked != resource.RLIM_INFINITY:
-            budget = min(budget, locked)
-    return budget
-
-
-def _cgroup_headroom(own_cgroup: Path, cgroups: Path) -> list[int]:
-    """Bytes that each limited cgroup around this process could still give it; empty outside any limit.
-
-    Interface files: the kernel's admin-guide/cgroup-v2.rst (Memory) and cgroup-v1/memory.rst.
-    """
-    try:
-        lines = own_cgroup.read_text().splitlines()
-    except OSError:
-        return []
-    headroom = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mount, limit, usage = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        # A container may see its host's path while its own group is mounted at the root: missing folders are skipped.
-        names = Path(path).parts[1:]
-        for folder in (mount.joinpath(*names[:depth]) for depth in range(len(names) + 1)):
-            with suppress(OSError, ValueError):
-                free = int((folder / limit).read_text()) - int((folder / usage).read_text())
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                headroom.append(max(0, free + int(stat.get(cache, 0))))
-    return headroom
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -120,7 +120,7 @@ class PrefixIndex:
     def touch(self, hashes: Sequence[bytes], stop: int) -> None:
         """Blocks `0 .. stop - 1` were used, as far as they are published.
 
-        It is enough to stamp the last chunk: none before it can go earlier, and each takes over the stamp of what went.
+        It is enough to stamp the last chunk: those before it cannot go earlier, and go right after it if need be.
         """
         matched = self.match(hashes, stop)
         if matched and (found := self._owner(hashes, matched - 1)) is not None:
@@ -192,9 +192,9 @@ class PrefixIndex:
         return blocks
 
     def abandon(self, spans: Iterable[Span]) -> None:
-        """These reserved spans will never be published: they, and all that hangs behind them, leave the index.
+        """These reserved spans are never to be published: they, and all that hangs behind them, leave the index.
 
-        Their writers may still write: `retire` says when they have stopped.
+        Their writers may still write: `retire` (or `publish`, which then publishes nothing) says when they have stopped.
         """
         for chunk, lo, _ in spans:
             if chunk.live:
@@ -306,7 +306,6 @@ class PrefixIndex:
             parent = chunk.parent
             if parent is not None:
                 left[parent] = left.get(parent, len(parent.children)) - 1
-                parent.used = max(parent.used, chunk.used)
                 if not left[parent] and not parent.pins and not parent.writers:
                     self._policy.add(parent)
         return victims
@@ -333,7 +332,6 @@ class PrefixIndex:
             if last is not chunk:
                 parent.children[chunk.place] = last
                 last.place = chunk.place
-            parent.used = max(parent.used, chunk.used)
             self._settle(parent)
         chunk.live = False
         chunk.hashes = []

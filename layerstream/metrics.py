@@ -29,9 +29,7 @@ class TransferStats(msgspec.Struct, kw_only=True):
 
     def merge(self, other: TransferStats) -> TransferStats:
         """Field-wise sum; returns a new object."""
-        return TransferStats(
-            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
-        )
+        return TransferStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)

@@ -98,5 +98,5 @@ class Verifier:
         for layer, storage in zip(self._geometry.layers, self._storages, strict=True):
             packed = self._device.empty(layer.page_bytes)
             self._gather(packed, storage, layer, table)
-            digest.update(packed.cpu().numpy())
+            digest.update(packed.cpu().numpy().data)
         return digest.intdigest()

@@ -302,19 +302,23 @@ def test_blocks_without_a_hash_are_saved_once_they_have_one() -> None:
     assert list(rig.job().block_ids) == rig.blocks["a"][2:3]
 
 
-def test_a_step_that_fills_no_block_asks_for_no_block_ids() -> None:
+def test_a_step_that_fills_no_block_looks_at_nothing() -> None:
     rig = Rig()
     prompt = chain(range(3))
     rig.admit("a", prompt)
     rig.observe("a", prompt, 2)
     rig.jobs()
 
+    class Untouchable(list[bytes]):
+        def __len__(self) -> int:
+            raise AssertionError("looked at the hashes")
+
     def never() -> list[int]:
         raise AssertionError("asked for block ids")
 
     for tokens in (2 * B, 2 * B + 1, 3 * B - 1):
-        rig.coordinator.observe("a", prompt, tokens, never)
-    rig.coordinator.observe("stranger", prompt, 3 * B, never)
+        rig.coordinator.observe("a", Untouchable(), tokens, never)
+    rig.coordinator.observe("stranger", Untouchable(), 3 * B, never)
     assert rig.jobs() == ()
 
 

@@ -29,9 +29,7 @@ def kv_tensors() -> dict[str, torch.Tensor]:
 
 def make_engine(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
     extra = {"host_gib": 0.01, "chunk_tokens": 3 * TOKENS, "staging_mib": 1, **options}
-    return build_engine(
-        tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra)
-    )
+    return build_engine(tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra))
 
 
 @pytest.fixture
@@ -97,9 +95,7 @@ def test_saved_blocks_come_back_byte_for_byte(
     assert report.stats.gated_load_seconds > 0
 
 
-def test_a_gate_waits_for_its_own_layer_and_no_other(
-    engine: StreamEngine, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_a_gate_waits_for_its_own_layer_and_no_other(engine: StreamEngine, tensors: dict[str, torch.Tensor]) -> None:
     run_step(engine, job(1, JobKind.SAVE, [0, 1], (0, 2)))
     reports(engine, 1)
     want = {name: tensor[:2].clone() for name, tensor in tensors.items()}
@@ -190,9 +186,7 @@ def test_every_call_is_harmless_without_a_step(engine: StreamEngine) -> None:
     assert engine.poll() is None
 
 
-def test_a_failed_save_is_reported_and_the_step_goes_on(
-    engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_reported_and_the_step_goes_on(engine: StreamEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError("no such page")
 

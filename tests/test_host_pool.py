@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
-import resource
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from layerstream import host_pool
 from layerstream.errors import PoolError
-from layerstream.host_pool import ALIGNMENT, HostPool, default_budget
+from layerstream.host_pool import ALIGNMENT, HostPool
 from layerstream.streams.cuda import CudaPinner
 from tests.rigs.fake_cuda import FakeRuntime
 
@@ -224,98 +223,3 @@ def test_one_refusal_leaves_nothing_pinned(refused: int, caplog: pytest.LogCaptu
     pool.span(0, pool.pages - 1, 1).fill_(3)
     pool.close()
     assert runtime.registered == {} and runtime.last_error == 0
-
-
-# default_budget
-
-
-class Machine:
-    """Fake files of a machine with 64 GiB available, for `default_budget`."""
-
-    def __init__(self, root: Path) -> None:
-        self.meminfo = root / "meminfo"
-        self.own_cgroup = root / "cgroup"
-        self.cgroups = root / "fs"
-        self.meminfo.write_text(f"MemTotal: {100 << 20} kB\nMemFree: {10 << 20} kB\nMemAvailable: {64 << 20} kB\n")
-
-    def group(self, path: str, **files: str) -> None:
-        folder = self.cgroups / path
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / f"memory.{name}").write_text(text)
-
-    def gib(self, *, local_ranks: int = 1, pinned: bool = False) -> float:
-        budget = default_budget(
-            local_ranks=local_ranks,
-            pinned=pinned,
-            meminfo=self.meminfo,
-            own_cgroup=self.own_cgroup,
-            cgroups=self.cgroups,
-        )
-        return budget / 2**30
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
-GIB = 1 << 30
-
-
-def test_a_quarter_of_what_is_available_shared_between_ranks(machine: Machine) -> None:
-    assert machine.gib() == 16
-    assert machine.gib(local_ranks=8) == 2
-
-
-def test_cgroup_v2_limit_less_usage_plus_page_cache(machine: Machine) -> None:
-    machine.own_cgroup.write_text("0::/pod/main\n")
-    machine.group("pod/main", max=f"{40 * GIB}\n", current=f"{32 * GIB}\n", stat=f"anon 1\ninactive_file {24 * GIB}\n")
-    assert machine.gib() == 8
-
-
-def test_the_tightest_ancestor_counts(machine: Machine) -> None:
-    machine.own_cgroup.write_text("0::/pod/main\n")
-    machine.group("pod/main", max="max\n", current="5\n", stat="")
-    machine.group("pod", max=f"{9 * GIB}\n", current=f"{1 * GIB}\n", stat="")
-    machine.group("", max=f"{60 * GIB}\n", current="0\n", stat="")
-    assert machine.gib() == 2
-
-
-def test_a_container_whose_own_group_is_the_mount(machine: Machine) -> None:
-    machine.own_cgroup.write_text("0::/kubepods/of/the/host\n")
-    machine.group("", max=f"{8 * GIB}\n", current=f"{4 * GIB}\n", stat="")
-    assert machine.gib() == 1
-
-
-def test_cgroup_v1(machine: Machine) -> None:
-    machine.own_cgroup.write_text("5:cpu,cpuacct:/other\n4:memory:/docker/abc\n0::/\n")
-    machine.group(
-        "memory/docker/abc",
-        limit_in_bytes=f"{24 * GIB}\n",
-        usage_in_bytes=f"{12 * GIB}\n",
-        stat=f"inactive_file 7\ntotal_inactive_file {4 * GIB}\n",
-    )
-    assert machine.gib() == 4
-
-
-def test_a_full_cgroup_leaves_nothing(machine: Machine) -> None:
-    machine.own_cgroup.write_text("0::/\n")
-    machine.group("", max=f"{GIB}\n", current=f"{2 * GIB}\n", stat="")
-    assert machine.gib() == 0
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(3 * GIB, 3), (resource.RLIM_INFINITY, 16), (20 * GIB, 16)])
-def test_locked_memory_limits_only_pinned_pools(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_MEMLOCK: (limit, limit)}[which])
-    assert machine.gib(pinned=True) == expected
-    assert machine.gib(pinned=False) == 16
-
-
-@pytest.mark.parametrize("text", ["", "MemAvailable: lots kB\n"])
-def test_a_system_that_does_not_say(machine: Machine, text: str) -> None:
-    machine.meminfo.write_text(text)
-    with pytest.raises(PoolError, match="set host_gib"):
-        machine.gib()

@@ -180,6 +180,23 @@ def test_no_room_changes_nothing() -> None:
     assert index.reserve(chain("xyz"), 0, 3) is not None
 
 
+@pytest.mark.parametrize("busy", ["pinned", "written"])
+def test_a_head_in_use_stays_when_its_tail_goes(busy: str) -> None:
+    index = PrefixIndex(slots=2, chunk_blocks=2)
+    head, tail = chain([0, 1]), chain([0, "x"])
+    save(index, head, 1)
+    save(index, tail[:1])
+    growing = reserve(index, head)
+    save(index, tail)
+    if busy == "pinned":
+        index.publish(growing)
+        index.pin(growing)
+    assert index.reserve(chain("abc"), 0, 3) is None
+    assert index.match(tail, 2) == 2
+    save(index, chain("ab"))
+    assert index.match(tail, 2) == 1 and index.evicted == 1
+
+
 def test_making_room_never_evicts_the_chunk_that_is_to_be_followed() -> None:
     index = PrefixIndex(slots=2, chunk_blocks=1)
     prompt = chain(range(3))
@@ -250,9 +267,8 @@ class Machine(RuleBasedStateMachine):
         return list(self.index._heads.values())
 
     def snapshot(self) -> object:
-        """Everything but recency, of which a parent may take over its child's share at any time."""
         return [
-            (chunk, chunk.slot, *chunk.hashes, chunk.ready, chunk.pins, chunk.writers, *chunk.children)
+            (chunk, chunk.slot, *chunk.hashes, chunk.ready, chunk.pins, chunk.writers, chunk.used, *chunk.children)
             for chunk in self.live()
         ]
 

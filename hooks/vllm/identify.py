@@ -36,7 +36,7 @@ def attention_of(vllm_config: VllmConfig, layers: Iterable[str]) -> tuple[str, s
 
     Only a worker knows; layers learn the instruction set when the KV cache is made.
     """
-    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layers)).values()  # type: ignore[type-abstract]
+    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layers)).values()
     backends = sorted({layer.get_attn_backend().get_name() for layer in found})
     isas = sorted({str(layer.isa) for layer in found if getattr(layer, "isa", None) is not None})
     return ",".join(backends), ",".join(isas) or None
@@ -93,5 +93,3 @@ def namespace_of(
         user=user,
         epoch=epoch,
     )
-
-

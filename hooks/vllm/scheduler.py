@@ -80,7 +80,7 @@ class SchedulerHalf:
         """vLLM's block pool, for holds."""
         self._holds.pool = pool
 
-    def set_ranks(self, handshakes: Mapping[object, object]) -> None:
+    def set_ranks(self, handshakes: Mapping[tuple[int, int], object]) -> None:
         """What the ranks said about their pools; the smallest decides.
 
         Raises:
@@ -100,9 +100,7 @@ class SchedulerHalf:
 
     def _log_start(self, ranks: Sequence[RankInfo], slots: int) -> None:
         first = ranks[0]
-        namespace = namespace_of(
-            self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0
-        )
+        namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         chunk_bytes = first.block_bytes * first.chunk_blocks
         logger.info(
             "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
@@ -129,9 +127,7 @@ class SchedulerHalf:
         if self._coordinator is None:
             return 0, False
         self._asked[request.request_id] = local_tokens
-        tokens = self._coordinator.match(
-            request.request_id, request.block_hashes, request.num_tokens, local_tokens
-        )
+        tokens = self._coordinator.match(request.request_id, request.block_hashes, request.num_tokens, local_tokens)
         return tokens, bool(tokens) and self._config.load_mode == "parked"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -227,5 +223,3 @@ class SchedulerHalf:
                 )
             )
         self._moved = TransferStats()
-
-

@@ -238,11 +238,11 @@ def check_cores(cores: int) -> Finding:
 
 def check_pool(*, pinned: bool) -> Finding:
     """The host pool one rank would get by default."""
-    from layerstream.host_pool import default_budget
+    from layerstream.host_budget import default_budget
 
     kind = "pinned" if pinned else "plain memory"
     try:
-        budget = default_budget(local_ranks=1, pinned=pinned)
+        budget = default_budget(local_ranks=1)
     except LayerStreamError as error:
         return Finding(
             what="host pool", value=str(error), level=Level.WARN, fix="set `host_gib` in kv_connector_extra_config"
@@ -253,25 +253,16 @@ def check_pool(*, pinned: bool) -> Finding:
             what="host pool",
             value=value,
             level=Level.WARN,
-            fix="free memory, raise the container's or the memlock limit, or set the connector's option `host_gib`",
+            fix="free memory, raise the container's limit, or set the connector's option `host_gib`",
         )
     return Finding(what="host pool", value=value)
 
 
 def check_memlock(limit: int, *, pinned: bool) -> Finding:
-    """Pinned pages count as locked memory; without a GPU nothing is pinned."""
-    unlimited = limit == resource.RLIM_INFINITY
-    value = "unlimited" if unlimited else size(limit)
-    if not pinned:
-        return Finding(what="memlock limit", value=f"{value} (nothing is pinned without a GPU)")
-    if unlimited:
-        return Finding(what="memlock limit", value=value)
-    return Finding(
-        what="memlock limit",
-        value=value,
-        level=Level.WARN,
-        fix="it caps the host pool: `ulimit -l unlimited`, systemd LimitMEMLOCK=infinity, docker --ulimit memlock=-1",
-    )
+    """The limit of locked memory, which CUDA's own page locking does not count against (docs/decisions/0004)."""
+    value = "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
+    note = "does not limit what CUDA pins" if pinned else "nothing is pinned without a GPU"
+    return Finding(what="memlock limit", value=f"{value} ({note})")
 
 
 def check_shm(folder: Path) -> Finding:

@@ -39,9 +39,9 @@ def run(
     """
     capacity = kv_capacity(load_config(model), kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
     if pool_gib is None:
-        from layerstream.host_pool import default_budget
+        from layerstream.host_budget import default_budget
 
-        pool_bytes, pool_origin = default_budget(local_ranks=tp * pp, pinned=False), "this machine's default"
+        pool_bytes, pool_origin = default_budget(local_ranks=tp * pp), "this machine's default"
     else:
         pool_bytes, pool_origin = int(pool_gib * GIB), "as given"
     if pool_bytes < capacity.block_bytes:

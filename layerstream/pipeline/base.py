@@ -15,10 +15,10 @@ class Piece(NamedTuple):
     """Consecutive blocks of a move that travel together."""
 
     blocks: torch.Tensor
-    """`int32[count]` on the device: manager block ids."""
-    count: int
+    """`int32[pages]` on the device: manager block ids."""
+    pages: int
     pool_runs: tuple[tuple[int, int], ...]
-    """(first pool page, count) of consecutive pool pages; counts sum to `count`."""
+    """(first pool page, count) of consecutive pool pages; counts sum to `pages`."""
 
 
 class Move:

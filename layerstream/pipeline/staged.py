@@ -140,7 +140,7 @@ class StagedPath:
             if stage.used:
                 gather.wait(stage.drained)
             stage.used = True
-            nbytes = piece.count * pages.page_bytes
+            nbytes = piece.pages * pages.page_bytes
             gather.launch(self._gather, stage.memory[:nbytes], self._storages[layer], pages, piece.blocks)
             gather.record(stage.filled)
             copy.wait(stage.filled)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from layerstream.cli.demo import Answer, logprob_distance, prompt_of, run
 from layerstream.errors import ConfigError, LayerStreamError
 from layerstream.timeline import LayerTimes, Timeline
 
-PROMPT, HIT, BLOCK = 300, 288, 16
+# A whole number of blocks, of which a hit may not cover the last.
+PROMPT, HIT, BLOCK = 304, 288, 16
 
 
 class FakeEngine:
@@ -51,7 +53,7 @@ class FakeEngine:
         self.order.append(f"{kind} {tokens}")
         self.local = self.pool = True
         if kind == "warm" and self.writes_trace and self.warm_hit:
-            self._write_trace()
+            self._write_trace(8_000_000 * tokens)
         token, logprob = (self.warm_token, self.warm_logprob) if kind == "warm" else (7, -0.5)
         return Answer(
             seconds={"cold": 4.0, "local": 0.1, "warm": 0.102}[kind],
@@ -60,7 +62,8 @@ class FakeEngine:
             logprobs=({7: logprob, 9: -1.5 if kind == "cold" else -1.25},) * tokens if logprobs else (),
         )
 
-    def _write_trace(self) -> None:
+    def _write_trace(self, nbytes: int) -> None:
+        assert not list(self.trace_dir.iterdir()), "the timeline of the load before was not taken"
         step = len(self.order)
         layers = tuple(
             LayerTimes(
@@ -73,7 +76,7 @@ class FakeEngine:
             )
             for index in range(4)
         )
-        Timeline(step=step, requests=("r",), blocks=self.warm_hit // BLOCK, nbytes=8_000_000, layers=layers).write(
+        Timeline(step=step, requests=("r",), blocks=self.warm_hit // BLOCK, nbytes=nbytes, layers=layers).write(
             self.trace_dir, 0
         )
 
@@ -139,6 +142,15 @@ def test_what_is_timed_alternates_and_starts_from_a_true_cold(
     assert engine.instances[0].order == [
         "cold 16", "local 16", "warm 16", "cold 1", "warm 1", "local 1", "local 1", "warm 1", "warm 1", "local 1",
     ]  # fmt: skip
+
+
+def test_figures_of_loads_are_those_of_the_timed_hits(
+    engine: type[FakeEngine], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The hit whose answer is compared reports 16 times the bytes.
+    _, shown = demo_run(tmp_path, capfd, pairs=1)
+    assert re.search(r"bytes moved per hit +│ 8\.0 MB", shown)
+    assert json.loads((tmp_path / "out" / "timeline.json").read_text("utf-8"))["otherData"]["nbytes"] == 8_000_000
 
 
 def test_the_engine_s_output_goes_to_its_log_and_the_screen_comes_back(

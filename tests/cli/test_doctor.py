@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layerstream import host_pool
+from layerstream import host_budget
 from layerstream.cli import doctor
 from layerstream.cli.doctor import Level
 from layerstream.cli.plan import GIB
@@ -144,31 +144,31 @@ def test_one_core_is_too_few_to_overlap(cores: int, level: Level) -> None:
 
 @pytest.mark.parametrize(("budget", "level"), [(GIB - 1, Level.WARN), (5 * GIB, Level.GOOD)])
 def test_pool_default(monkeypatch: pytest.MonkeyPatch, budget: int, level: Level) -> None:
-    monkeypatch.setattr(host_pool, "default_budget", lambda *, local_ranks, pinned: budget)
+    monkeypatch.setattr(host_budget, "default_budget", lambda *, local_ranks: budget)
     finding = doctor.check_pool(pinned=True)
     assert finding.level is level
     assert finding.value == f"{budget / GIB:.2f} GiB by default for one rank (pinned)"
 
 
 def test_pool_default_that_cannot_be_found_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def default_budget(*, local_ranks: int, pinned: bool) -> int:
+    def default_budget(*, local_ranks: int) -> int:
         raise PoolError("the system does not say")
 
-    monkeypatch.setattr(host_pool, "default_budget", default_budget)
+    monkeypatch.setattr(host_budget, "default_budget", default_budget)
     finding = doctor.check_pool(pinned=False)
     assert (finding.level, finding.value) == (Level.WARN, "the system does not say")
 
 
 @pytest.mark.parametrize(
-    ("limit", "pinned", "level"),
+    ("limit", "pinned", "value"),
     [
-        (8 << 20, False, Level.GOOD),
-        (8 << 20, True, Level.WARN),
-        (resource.RLIM_INFINITY, True, Level.GOOD),
+        (8 << 20, False, "8 MiB (nothing is pinned without a GPU)"),
+        (8 << 20, True, "8 MiB (does not limit what CUDA pins)"),
+        (resource.RLIM_INFINITY, True, "unlimited (does not limit what CUDA pins)"),
     ],
 )
-def test_memlock_matters_only_where_memory_is_pinned(limit: int, pinned: bool, level: Level) -> None:
-    assert doctor.check_memlock(limit, pinned=pinned).level is level
+def test_memlock_is_told(limit: int, pinned: bool, value: str) -> None:
+    assert doctor.check_memlock(limit, pinned=pinned) == doctor.Finding(what="memlock limit", value=value)
 
 
 @pytest.mark.parametrize(("free", "level"), [(64 << 20, Level.WARN), (GIB, Level.GOOD)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from layerstream import host_pool
+from layerstream import host_budget
 from layerstream.cli import plan
 from layerstream.errors import ConfigError
 
@@ -70,10 +70,10 @@ def test_several_ranks_show_one_and_all(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_pool_defaults_to_what_this_machine_gives_each_of_its_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def default_budget(*, local_ranks: int, pinned: bool) -> int:
+    def default_budget(*, local_ranks: int) -> int:
         return 12 * plan.GIB // local_ranks
 
-    monkeypatch.setattr(host_pool, "default_budget", default_budget)
+    monkeypatch.setattr(host_budget, "default_budget", default_budget)
     planned(tmp_path, LLAMA_8B, tp=2, pp=2, pool_gib=None)
     assert rows(capsys)["host pool (this machine's default)"] == ["3 GiB", "12 GiB"]
 

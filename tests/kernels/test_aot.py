@@ -38,4 +38,4 @@ def test_report_has_a_row_for_each_variant(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(aot, "variants", lambda: iter(few))
     table = aot.report()
     assert table.row_count == 2
-    assert [column.header for column in table.columns][:3] == ["sm", "kernel", "layout"]
+    assert [column.header for column in table.columns][:3] == ["sm", "kernel", "runs"]

@@ -63,7 +63,7 @@ class SchedulerRig:
     ) -> None:
         register()
         init_none_hash(sha256)
-        self.config = _vllm_config(folder, options, num_blocks, step_tokens, prefix_caching)
+        self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching)
         self.config.parallel_config.world_size = ranks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
         self.layers = [f"model.layers.{index}.attn" for index in range(LAYERS)]
@@ -87,7 +87,7 @@ class SchedulerRig:
         for worker, tensors in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches(tensors)
         shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        self.connector.set_xfer_handshake_metadata_pp_aware(shakes)  # type: ignore[arg-type]
+        self.connector.set_xfer_handshake_metadata_pp_aware(shakes)
         self.aggregator = KVOutputAggregator(ranks)
         self.requests: dict[str, Request] = {}
         self.hits: dict[str, int] = {}
@@ -98,7 +98,7 @@ class SchedulerRig:
 
     @property
     def free_blocks(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def add(self, name: str, tokens: Iterable[int], *, max_tokens: int = 1) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -153,8 +153,8 @@ class SchedulerRig:
 
     def _forward(self, rank: int, output: SchedulerOutput) -> ModelRunnerOutput:
         worker, kv = self.workers[rank], self.kv[rank]
-        worker.handle_preemptions(output.kv_connector_metadata)  # type: ignore[arg-type]
-        worker.bind_connector_metadata(output.kv_connector_metadata)  # type: ignore[arg-type]
+        worker.handle_preemptions(output.kv_connector_metadata)
+        worker.bind_connector_metadata(output.kv_connector_metadata)
         context: Any = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None)
         names = list(output.num_scheduled_tokens)
         if names:
@@ -168,7 +168,7 @@ class SchedulerRig:
                 worker.wait_for_layer_load(layer)
                 for name in names:
                     self._check(kv[layer], index, name, output.num_scheduled_tokens[name])
-                worker.save_kv_layer(layer, kv[layer], None)  # type: ignore[arg-type]
+                worker.save_kv_layer(layer, kv[layer], None)
         if not output.has_sync_kv_loads:
             worker.start_load_kv(context)
         worker.wait_for_save()
@@ -226,7 +226,7 @@ class SchedulerRig:
         return [100 + (stop * 7919) % 900] if stop == request.num_tokens else []
 
 
-def _vllm_config(
+def vllm_config(
     folder: Path, options: dict[str, Any], num_blocks: int, step_tokens: int, prefix_caching: bool
 ) -> VllmConfig:
     (folder / "config.json").write_text(
@@ -245,11 +245,9 @@ def _vllm_config(
         )
     )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching)
-    cache.kv_cache_layout = "LBHNC"  # type: ignore[assignment]
+    cache.kv_cache_layout = "LBHNC"
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=4096
-        ),
+        model_config=ModelConfig(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=4096),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=step_tokens,

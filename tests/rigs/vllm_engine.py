@@ -36,9 +36,7 @@ def prepare_environment() -> None:
 class VllmEngine:
     """`vllm.LLM` with the connector's options; started once and shared by many tests."""
 
-    def __init__(
-        self, model: Path, *, options: dict[str, Any] | None, kv_role: str = "kv_both", **engine: Any
-    ) -> None:
+    def __init__(self, model: Path, *, options: dict[str, Any] | None, kv_role: str = "kv_both", **engine: Any) -> None:
         """
         Args:
             model: a model folder.
@@ -70,9 +68,7 @@ class VllmEngine:
         params = self._vllm.SamplingParams(
             max_tokens=max_tokens, temperature=0.0, logprobs=5, detokenize=False, ignore_eos=True, **sampling
         )
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
-        )
+        outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         return [
             Answer(
                 tokens=tuple(output.outputs[0].token_ids),
@@ -109,7 +105,7 @@ def _in_worker(_: Any, code: bytes, *args: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     function = types.FunctionType(marshal.loads(code), {"__builtins__": builtins})
-    return function(get_kv_transfer_group().worker, *args)  # type: ignore[attr-defined]
+    return function(get_kv_transfer_group().worker, *args)
 
 
 # Pickled with its code for the reason above, which picklers do for functions of the main module.

@@ -142,7 +142,7 @@ def test_an_idle_engine_finishes_its_saves(make_rig: MakeRig) -> None:
     assert rig.scheduler.has_requests(), "the engine would stop stepping with a report due"
     rig.held_back = set()
     rig.run()
-    assert rig.connector.scheduler._coordinator.pool_used > 0  # type: ignore[union-attr]
+    assert rig.connector.scheduler._coordinator.pool_used > 0
     assert_idle(rig)
 
 
@@ -174,7 +174,7 @@ def test_a_second_parked_request_waits_and_then_hits_locally(make_rig: MakeRig, 
     rig.add("two", ids)
     rig.run()
     assert rig.hits["one"] == rig.hits["two"] == 9 * BLOCK
-    loads = rig.connector.scheduler._coordinator.take_stats().hit_tokens  # type: ignore[union-attr]
+    loads = rig.connector.scheduler._coordinator.take_stats().hit_tokens
     assert loads == 9 * BLOCK
     assert_idle(rig)
 

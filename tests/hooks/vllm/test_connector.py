@@ -1,0 +1,158 @@
+"""Start-up of the connector: registration, options, engines it does not support, what vLLM asks of the class."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from layerstream.errors import ConfigError, GeometryError
+from layerstream.hooks.vllm.compat import unsupported
+from layerstream.hooks.vllm.connector import LayerStreamConnector
+from layerstream.hooks.vllm.identify import namespace_of
+from layerstream.hooks.vllm.register import NAME, register
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, vllm_config
+
+OPTIONS = {"host_gib": 0.002, "staging_mib": 1}
+
+
+def cache_config(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"group{index}.layer"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def full() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+
+
+def windowed() -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=32)
+
+
+def make(folder: Path, options: dict[str, Any], role: KVConnectorRole, cache: KVCacheConfig) -> LayerStreamConnector:
+    return LayerStreamConnector(vllm_config(folder, options, 8, 64, True), role, cache)
+
+
+def test_registering_twice_is_harmless_and_the_name_leads_to_the_class() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is LayerStreamConnector
+
+
+def test_what_vllm_asks_of_the_class(tmp_path: Path) -> None:
+    assert supports_hma(LayerStreamConnector)
+    assert LayerStreamConnector.requires_piecewise_for_cudagraph({}) is False
+    assert LayerStreamConnector.requires_piecewise_for_cudagraph({"require_piecewise": True}) is True
+    connector = make(tmp_path, OPTIONS, KVConnectorRole.SCHEDULER, cache_config(full()))
+    assert connector.requires_kv_delivery is False
+    assert connector.get_finished_count() is None
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_wrong_option_is_one_error_in_every_process(tmp_path: Path, role: KVConnectorRole) -> None:
+    with pytest.raises(ConfigError, match=r"'host_gb'.*'host_gib'"):
+        make(tmp_path, {"host_gb": 4}, role, cache_config(full()))
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (cache_config(full(), windowed()), r"2 KV cache groups \(FullAttentionSpec, SlidingWindowSpec\)"),
+        (cache_config(windowed()), "SlidingWindowSpec; only FullAttentionSpec"),
+        (cache_config(), "0 KV cache groups"),
+    ],
+    ids=["two groups", "one window group", "no group"],
+)
+def test_an_unsupported_engine_runs_as_without_the_connector(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: KVCacheConfig, reason: str
+) -> None:
+    config = vllm_config(tmp_path, OPTIONS, 8, 64, True)
+    assert unsupported(config, cache) is not None
+    scheduler = LayerStreamConnector(config, KVConnectorRole.SCHEDULER, cache)
+    assert [record for record in caplog.records if record.levelname == "WARNING"], "it must be said"
+    with pytest.raises(AssertionError):
+        scheduler.worker  # noqa: B018 - reading it is the test
+    worker = LayerStreamConnector(config, KVConnectorRole.WORKER, cache)
+    worker.register_kv_caches({"group0.layer": torch.zeros(8, 4)})
+    assert worker.get_handshake_metadata() is None
+    assert scheduler.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert scheduler.reset_cache() is True
+    assert scheduler.has_pending_push_work() is False
+    worker.wait_for_layer_load("group0.layer")
+    worker.wait_for_save()
+    worker.shutdown()
+    scheduler.shutdown()
+    assert re.search(reason, unsupported(config, cache) or "")
+
+
+@pytest.mark.parametrize("field", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_not_supported(tmp_path: Path, field: str) -> None:
+    config = vllm_config(tmp_path, OPTIONS, 8, 64, True)
+    setattr(config.parallel_config, field, 2)
+    assert unsupported(config, cache_config(full())) == f"{field} is 2; only 1 is supported"
+
+
+def test_a_layer_that_is_not_registered_is_named(tmp_path: Path) -> None:
+    worker = make(tmp_path, OPTIONS, KVConnectorRole.WORKER, cache_config(full()))
+    with pytest.raises(GeometryError, match=r"group0\.layer.*were not registered"):
+        worker.register_kv_caches({"another": torch.zeros(8, 4)})
+
+
+def test_layers_outside_the_group_are_left_alone(tmp_path: Path) -> None:
+    worker = make(tmp_path, OPTIONS, KVConnectorRole.WORKER, cache_config(full()))
+    worker.register_kv_caches({"group0.layer": torch.zeros(8, BLOCK, 8), "shares": torch.zeros(8, BLOCK, 8)})
+    assert worker.worker.engine is not None
+    assert [layer.name for layer in worker.worker.engine.geometry.layers] == ["group0.layer"]
+    worker.shutdown()
+
+
+def test_ranks_that_disagree_on_chunks_are_refused(tmp_path: Path) -> None:
+    rig = SchedulerRig(tmp_path, options=OPTIONS)
+    shake: Any = rig.workers[0].get_handshake_metadata()
+    other = type(shake)(msgspec.structs.replace(shake.info, chunk_blocks=99))
+    with pytest.raises(GeometryError, match=r"ranks chose chunks of \[16, 99\] blocks"):
+        rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (0, 1): other})
+    rig.close()
+
+
+def test_the_smallest_pool_of_all_ranks_counts(tmp_path: Path) -> None:
+    rig = SchedulerRig(tmp_path, options={**OPTIONS, "host_gib": 0.001})
+    shake: Any = rig.workers[0].get_handshake_metadata()
+    fresh = LayerStreamConnector(rig.config, KVConnectorRole.SCHEDULER, rig.cache)
+    smaller = type(shake)(msgspec.structs.replace(shake.info, pool_slots=3))
+    fresh.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (1, 0): smaller})
+    assert fresh.scheduler._coordinator is not None
+    assert fresh.scheduler._coordinator.pool_slots == 3
+    rig.close()
+
+
+def test_the_namespace_follows_the_engine(tmp_path: Path) -> None:
+    rig = SchedulerRig(tmp_path, options=OPTIONS)
+    shake: Any = rig.workers[0].get_handshake_metadata()
+
+    def digest(**change: Any) -> bytes:
+        return namespace_of(rig.config, rig.cache, [shake.info], **{"user": "", "epoch": 0, **change}).digest()
+
+    plain = digest()
+    assert digest() == plain
+    assert digest(user="tenant") != plain
+    assert digest(epoch=1) != plain
+    rig.config.cache_config.cache_dtype = "fp8"
+    assert digest() != plain
+    rig.config.cache_config.cache_dtype = "auto"
+    rig.config.model_config.hf_config.rope_theta = 1234.5
+    assert digest() != plain
+    rig.close()
