@@ -19,7 +19,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 
 from layerstream.errors import PoolError
 
@@ -138,13 +137,6 @@ class HostPool:
             runs.append((first, fits))
             first, count = first + fits, count - fits
         return runs
-
-    def fingerprint(self, page: int) -> int:
-        """xxh3_64 over the bytes of one pool page, layer after layer: what `verify` compares."""
-        digest = xxhash.xxh3_64()
-        for layer in range(len(self._page_bytes)):
-            digest.update(self.span(layer, page, 1).numpy().data)
-        return digest.intdigest()
 
     def close(self) -> None:
         """Unpin and give up the memory. Idempotent; no copy may be running.

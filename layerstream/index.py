@@ -194,7 +194,7 @@ class PrefixIndex:
     def abandon(self, spans: Iterable[Span]) -> None:
         """These reserved spans are never to be published: they, and all that hangs behind them, leave the index.
 
-        Their writers may still write: `retire` (or `publish`, which then publishes nothing) says when they have stopped.
+        Their writers may still write: `retire`, or `publish`, which then publishes nothing, says when they stopped.
         """
         for chunk, lo, _ in spans:
             if chunk.live:

@@ -79,7 +79,7 @@ class Verifier:
         return compared
 
     def _compare(self, kind: JobKind, request: str, block: int, page: int) -> None:
-        cached, stored = self._block_fingerprint(block), self._pool.fingerprint(page)
+        cached, stored = self._block_fingerprint(block), self._page_fingerprint(page)
         if kind is JobKind.SAVE:
             self._saved[page] = cached
         expected = self._saved.get(page)
@@ -99,4 +99,10 @@ class Verifier:
             packed = self._device.empty(layer.page_bytes)
             self._gather(packed, storage, layer, table)
             digest.update(packed.cpu().numpy().data)
+        return digest.intdigest()
+
+    def _page_fingerprint(self, page: int) -> int:
+        digest = xxhash.xxh3_64()
+        for layer in range(len(self._geometry.layers)):
+            digest.update(self._pool.span(layer, page, 1).numpy().data)
         return digest.intdigest()

@@ -1,4 +1,4 @@
-"""Two minutes on a GPU: are the kernels exact, and do they keep up with a plain device-to-device copy?
+"""Two minutes on a GPU: are kernels and staged transfers exact, and do they keep up with plain copies?
 
     PYTHONPATH=. python profiles/gpu_smoke.py
 
@@ -15,9 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from layerstream.geometry import LayerPages
+from layerstream.geometry import KVGeometry, LayerPages
+from layerstream.host_pool import HostPool, Pinner
 from layerstream.kernels.gather import gather_pages
 from layerstream.kernels.scatter import scatter_pages
+from layerstream.pipeline.base import Move
+from layerstream.pipeline.staged import StagedPath
+from layerstream.streams.base import Device
+from layerstream.streams.cuda import CudaDevice, CudaPinner
 
 PAGES = 256
 POISON = 0xA5
@@ -221,7 +226,89 @@ def launch_seconds() -> float:
     return statistics.median(times)
 
 
-CHECKS = (kernels_are_exact, kernels_keep_up)
+def staged_transfers_are_exact() -> Iterator[Result]:
+    """A save to pinned memory and a load back, on the streams and through the rings that the engine uses."""
+    device = CudaDevice(torch.cuda.current_device())
+    yield from staged_round_trip(
+        device, CudaPinner(), gather_pages, scatter_pages, place="cuda", finish=torch.cuda.synchronize
+    )
+    device.close(10.0)
+
+
+def staged_round_trip(
+    device: Device,
+    pinner: Pinner | None,
+    gather: Callable[..., None],
+    scatter: Callable[..., None],
+    *,
+    place: str,
+    finish: Callable[[], None],
+) -> Iterator[Result]:
+    """The check behind `staged_transfers_are_exact`, on any device that has the engine's streams.
+
+    Args:
+        device: its streams and memory.
+        pinner: registers the pool; None leaves it pageable.
+        gather: its `gather_pages`.
+        scatter: its `scatter_pages`.
+        place: torch's name for where the KV cache lies.
+        finish: waits for everything queued.
+    """
+    layers, blocks, page_bytes = 8, 96, 65536
+    pages = tuple(
+        LayerPages(
+            name=f"layer.{i}",
+            num_pages=blocks,
+            offset=i * blocks * page_bytes,
+            page_stride=page_bytes,
+            run_offsets=(0,),
+            run_bytes=page_bytes,
+        )
+        for i in range(layers)
+    )
+    cache = torch.randint(0, 256, (layers * blocks * page_bytes,), dtype=torch.uint8, device=place)
+    before = cache.clone().view(layers, blocks, page_bytes)
+    pool = HostPool(
+        page_bytes=[page_bytes] * layers, chunk_blocks=16, budget_bytes=4 * layers * 16 * page_bytes, pin=pinner
+    )
+    path = StagedPath(
+        device=device,
+        geometry=KVGeometry(layers=pages, num_blocks=blocks, block_tokens=16),
+        storages=[cache] * layers,
+        pool=pool,
+        gather=gather,
+        scatter=scatter,
+        staging_bytes=8 << 20,
+    )
+    sources, targets = list(range(0, 80, 2)), list(range(1, 80, 2))
+    runs = pool.split(3, len(sources))
+    for direction, ids in (("save", sources), ("load", targets)):
+        move = Move(device.table(ids), runs)
+        events = [[device.event() for _ in range(layers)] for _ in range(3)]
+        queued = device.event()
+        device.compute().record(queued)
+        for i in range(layers):
+            begun, joined, done = (kind[i] for kind in events)
+            if direction == "save":
+                path.save_layer(i, move, after=queued, begun=begun, joined=joined, done=done)
+            else:
+                path.load_layer(i, move, after=queued, begun=begun, done=done)
+        finish()
+        seconds = device.elapsed(events[0][0], events[2][-1])
+        size = layers * len(ids) * page_bytes
+        yield Result(
+            what=f"staged {direction}, {size >> 20} MiB in {layers} layers",
+            passed=None,
+            note=f"{size / seconds / 1e9:.1f} GB/s, pool {'pinned' if pool.pinned else 'not pinned'}",
+        )
+    after = cache.view(layers, blocks, page_bytes)
+    untouched = [block for block in range(blocks) if block not in targets]
+    yield Result(what="staged round trip is exact", passed=torch.equal(after[:, targets], before[:, sources]))
+    yield Result(what="other blocks are untouched", passed=torch.equal(after[:, untouched], before[:, untouched]))
+    pool.close()
+
+
+CHECKS = (kernels_are_exact, kernels_keep_up, staged_transfers_are_exact)
 
 
 def main() -> int:

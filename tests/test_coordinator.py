@@ -361,6 +361,7 @@ def test_a_full_pool_drops_saves_and_works_again() -> None:
     assert [rig.hit(other) for other in others] == [0, 0, 4, 4, 4, 2]
     stats = rig.coordinator.take_stats()
     assert (stats.dropped_blocks, stats.evicted_chunks, stats.saved_blocks) == (0, 6, sum(sizes))
+    assert rig.coordinator.take_stats().evicted_chunks == 0
 
 
 def test_a_request_without_room_does_not_keep_the_others_from_saving() -> None:
@@ -462,8 +463,15 @@ def test_a_failed_gated_load_names_its_request_and_the_rest_of_the_report_counts
 
 def test_a_promise_that_cannot_be_kept_names_its_request() -> None:
     rig = Rig()
-    with pytest.raises(TransferError, match="request lost was promised its blocks 0 to 1"):
-        rig.admit("lost", chain(range(2)), external=2)
+    prompt = chain(range(2))
+    with pytest.raises(TransferError, match="request lost is to load its blocks 0 to 1, and not all of them are in"):
+        rig.admit("lost", prompt, external=2)
+    rig.save("a", prompt)
+    with pytest.raises(TransferError, match="request short is to load its blocks 0 to 1 and was given 1 blocks"):
+        rig.coordinator.admit(
+            "short", prompt, [1], num_tokens=33, local_tokens=0, external_tokens=32, num_prompt_tokens=33
+        )
+    assert rig.jobs() == ()
 
 
 def test_pinned_blocks_stay_until_the_last_rank_has_read_them() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,24 +159,6 @@ def test_closing_gives_the_memory_back() -> None:
     assert mapped() - before >= 4 << 30
     pool.close()
     assert mapped() - before < 1 << 30
-
-
-def test_fingerprint_covers_every_byte_of_its_page_and_no_other() -> None:
-    pool = small_pool()
-    for layer in range(len(PAGES)):
-        pool.span(layer, 0, 8).random_(0, 256)
-    first = pool.fingerprint(5)
-    whole = b"".join(pool.span(layer, 5, 1).numpy().tobytes() for layer in range(len(PAGES)))
-    assert first == xxhash.xxh3_64_intdigest(whole)
-    for layer, size in enumerate(PAGES):
-        for page, at, same in ((5, 0, False), (5, size - 1, False), (4, size - 1, True), (6, 0, True)):
-            span = pool.span(layer, page, 1)
-            span[at] ^= 1
-            assert (pool.fingerprint(5) == first) is same
-            span[at] ^= 1
-
-
-# Pinning
 
 
 def test_every_byte_is_registered_once_and_unregistered_at_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ class VllmEngine:
             enforce_eager=not torch.cuda.is_available(),
             max_model_len=max_tokens,
             max_num_batched_tokens=max_tokens,
+            max_num_seqs=1,
             enable_prefix_caching=True,
             kv_transfer_config={
                 "kv_connector": "LayerStreamConnector",
