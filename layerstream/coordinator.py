@@ -380,13 +380,13 @@ class Coordinator:
         spans = self._index.locate(hashes, start, stop) if self._index is not None else None
         if len(block_ids) < stop:
             raise TransferError(
-                f"request {request_id} is to load its blocks {start} to {stop - 1} and was given {len(block_ids)} blocks; "
-                "blocks must be allocated before they are admitted for loading"
+                f"request {request_id} is to load its blocks {start} to {stop - 1} and was given {len(block_ids)} "
+                "blocks; blocks must be allocated before they are admitted for loading"
             )
         if spans is None:
             raise TransferError(
-                f"request {request_id} is to load its blocks {start} to {stop - 1}, and not all of them are in the host "
-                "pool; only what the last match said may be loaded"
+                f"request {request_id} is to load its blocks {start} to {stop - 1}, and not all of them are in the "
+                "host pool; only what the last match said may be loaded"
             )
         self._pool().pin(spans)
         ids = tuple(block_ids[start:stop])

@@ -179,11 +179,13 @@ class SchedulerHalf:
         if coordinator is None:
             return
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, WorkerReport):
-            return
-        self._moved = self._moved.merge(meta.report.stats)
-        outcome = coordinator.report(meta.report)
-        if outcome.received or outcome.failed:
+        if isinstance(meta, WorkerReport):
+            self._moved = self._moved.merge(meta.report.stats)
+            outcome = coordinator.report(meta.report)
+        else:
+            # A parked load may have gone overdue although no rank has anything to say.
+            outcome = coordinator.take_outcome()
+        if outcome:
             output.finished_recving = {*(output.finished_recving or ()), *outcome.received, *outcome.failed}
             output.failed_recving = {*output.failed_recving, *outcome.failed}
 
