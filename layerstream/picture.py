@@ -58,13 +58,13 @@ def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
     beside = loaded < 0.6 * ended
     axes.annotate(
         f"last byte in place\nafter {loaded:.1f} ms of {max(loaded, ended):.1f} ms",
-        # At the top, where the staircase of bars leaves room on the right.
-        xy=(loaded, 0.97),
+        # Where bars leave room: right of an early line at the bottom, left of a late one at the top.
+        xy=(loaded, 0.03 if beside else 0.97),
         xycoords=("data", "axes fraction"),
         xytext=(7 if beside else -7, 0),
         textcoords="offset points",
         ha="left" if beside else "right",
-        va="top",
+        va="bottom" if beside else "top",
         color=LOAD,
         fontsize=10,
     )

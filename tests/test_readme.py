@@ -19,18 +19,20 @@ DOCUMENTS = [
 
 
 def test_the_options_table_is_the_codes_own() -> None:
-    found = re.search(r"<!-- options: .*? -->\n(.*)<!-- end of options -->", (ROOT / "README.md").read_text(), re.S)
+    found = re.search(
+        r"<!-- options: .*? -->\n(.*)<!-- end of options -->", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     assert found is not None
     assert found.group(1) == options_table()
 
 
 def test_the_commands_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"^make (\S+)", text, re.M)) | set(re.findall(r"`make ([a-z-]+)`", text))
+    targets = set(re.findall(r"^make (\S+)", text, re.MULTILINE)) | set(re.findall(r"`make ([a-z-]+)`", text))
     assert {"demo", "test"} <= targets
     makefile = (ROOT / "Makefile").read_text()
     for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.M), f"README names `make {target}`"
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README names `make {target}`"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -87,7 +87,7 @@ def demo(
         "out"
     ),
     prompt_tokens: Annotated[int, typer.Option(min=256, help="Length of the prompt.")] = 4000,
-    pairs: Annotated[int, typer.Option(min=1, help="Measured pairs of a local hit and a LayerStream hit.")] = 3,
+    pairs: Annotated[int, typer.Option(min=1, help="Measured pairs of a local hit and a LayerStream hit.")] = 6,
 ) -> None:
     """Serve a long prompt cold and warm on the real vLLM engine, and draw the timeline of the load."""
     from layerstream.cli.demo import run

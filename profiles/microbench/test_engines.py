@@ -6,7 +6,6 @@ are about what was hit and computed; how fast it was is for the verdicts.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
@@ -20,27 +19,28 @@ from statistics import median
 import pytest
 
 from layerstream.timeline import read_timeline
-from layerstream.trials import alternate
 from profiles.microbench.engine_process import Answer, EngineFailed, EngineProcess, EngineSpec
 from profiles.microbench.lmcache_server import LMCacheServer
 from profiles.microbench.machine import busy_cores
 from profiles.microbench.results import Results, Row, Target
 from profiles.microbench.rig import BLOCK_TOKENS
+from profiles.microbench.turns import (
+    Prompts,
+    compare,
+    connector_hit,
+    local_hit,
+    milliseconds,
+    same_fresh_prompt,
+    serve_until_hit,
+)
 
 pytestmark = pytest.mark.engine
 
-LOOKS = (10, 20)
-"""Pairs after which a comparison ends if its verdict is clear. Few, as each look is another chance of a wrong one."""
-SETTLE_S = 0.2
-"""Pause before a timed request: saves of the request before it go on after its answer."""
 QUIET_CORES = 0.05
 """Share of a core below which an idle engine leaves the others alone."""
 EXACT_PROMPTS, EXACT_TOKENS, EXACT_LOGPROBS = 3, 16, 5
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 1000, 65
 POOL_GIB, LMCACHE_GIB = 2.0, 4.0
-HIT_TRIES = 50
-
-Prompts = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,11 @@ def engines(
             say(f"starting engine {name!r}")
             engine = stack.enter_context(EngineProcess(name, chosen, logs))
             for _ in range(2):
-                _hit(engine, fresh(prompt_tokens))
+                prompt = fresh(prompt_tokens)
+                if chosen.connector is None:
+                    engine.generate(prompt)
+                else:
+                    serve_until_hit(engine, prompt)
             engine.generate(fresh(DECODE_PROMPT_TOKENS), tokens=4)
             return engine
 
@@ -109,53 +113,6 @@ def engines(
         if loud := [name for name, busy in idle.items() if busy > QUIET_CORES]:
             say(f"idle, and yet busy: {', '.join(loud)}; what runs beside them is slowed down")
         yield Engines(layerstream=layerstream, plain=plain, lmcache=lmcache, lmcache_failure=failure)
-
-
-def _hit(engine: EngineProcess, prompt: Sequence[int]) -> int:
-    """Serve a prompt, then wait until it is hit after vLLM's own cache is cleared; returns the tokens hit.
-
-    Without a connector the second serving hits nothing, and vLLM's own hit is asked for instead.
-    """
-    engine.generate(list(prompt))
-    if engine.name == "plain":
-        return engine.generate(list(prompt)).cached_tokens
-    for _ in range(HIT_TRIES):
-        time.sleep(SETTLE_S)
-        if cached := _reloaded(engine, prompt).cached_tokens:
-            return cached
-    raise AssertionError(f"engine {engine.name!r} does not hit what it has saved; see {engine.log}")
-
-
-def _local(engine: EngineProcess, prompt: Sequence[int]) -> Answer:
-    """A hit in vLLM's own prefix cache, which holds the prompt from the request before."""
-    time.sleep(SETTLE_S)
-    return engine.generate(list(prompt))
-
-
-def _reloaded(engine: EngineProcess, prompt: Sequence[int]) -> Answer:
-    """A hit that only the connector can serve."""
-    engine.forget_prefixes()
-    time.sleep(SETTLE_S)
-    return engine.generate(list(prompt))
-
-
-def _compare(
-    row: Row, first: Callable[[], float], second: Callable[[], float], max_pairs: int, say: Callable[[str], None]
-) -> Row:
-    """Fill a row with alternating pairs until its verdict is clear at one of `LOOKS`, or `max_pairs` are done."""
-    for pair in alternate(first, second, max_pairs):
-        row.pairs.append(pair)
-        row.samples.append(pair[0] / pair[1])
-        if len(row.pairs) in LOOKS and row.verdict() in {"met", "missed"}:
-            break
-    say(f"{row.name}: {row.measured()}, {row.verdict()}, {len(row.pairs)} pairs")
-    return row
-
-
-def _milliseconds(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:
-    """The median of each side."""
-    firsts, seconds = zip(*pairs, strict=True)
-    return f"{median(firsts) * 1e3:.1f} ms", f"{median(seconds) * 1e3:.1f} ms"
 
 
 def test_overlap_of_a_hit(
@@ -179,10 +136,10 @@ def test_overlap_of_a_hit(
     say("starting engine 'traced'")
     prompt = fresh(prompt_tokens)
     with EngineProcess("traced", spec, logs) as engine:
-        _hit(engine, prompt)
+        serve_until_hit(engine, prompt)
         warm_up = set(tmp_path.glob("load-*.json"))
         for _ in range(max_pairs):
-            _reloaded(engine, prompt)
+            connector_hit(engine, prompt)
         # What a load reports is booked by a step after it.
         engine.generate(fresh(BLOCK_TOKENS))
     timelines = [read_timeline(path) for path in sorted(set(tmp_path.glob("load-*.json")) - warm_up)]
@@ -211,7 +168,7 @@ def test_warm_ttft_against_vllms_own_prefix_hit(
 ) -> None:
     engine, prompt = engines.layerstream, fresh(prompt_tokens)
     hit = (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert _hit(engine, prompt) == hit
+    assert serve_until_hit(engine, prompt) == hit
 
     def seconds(serve: Callable[[EngineProcess, Sequence[int]], Answer]) -> float:
         answer = serve(engine, prompt)
@@ -219,8 +176,8 @@ def test_warm_ttft_against_vllms_own_prefix_hit(
         return answer.seconds
 
     row = Row(name="warm TTFT / vLLM's own prefix hit", target=Target(relation="<=", value=1.03))
-    _compare(row, lambda: seconds(_reloaded), lambda: seconds(_local), max_pairs, say)
-    warm, local = _milliseconds(row.pairs)
+    compare(row, lambda: seconds(connector_hit), lambda: seconds(local_hit), max_pairs, say)
+    warm, local = milliseconds(row.pairs)
     row.note = f"{hit} of {prompt_tokens} tokens hit; {warm} against {local} (medians), in one engine"
     results.add(row)
 
@@ -230,7 +187,7 @@ def test_logprobs_of_a_hit(engines: Engines, fresh: Prompts, prompt_tokens: int,
     equal = []
     for _ in range(EXACT_PROMPTS):
         prompt = fresh(prompt_tokens)
-        hit = _hit(engine, prompt)
+        hit = serve_until_hit(engine, prompt)
         local = engine.generate(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
         engine.forget_prefixes()
         warm = engine.generate(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
@@ -264,15 +221,15 @@ def test_warm_ttft_against_lmcache(
         results.add(row)
         pytest.skip(row.failure)
     prompt = fresh(prompt_tokens)
-    hits = {engine: _hit(engine, prompt) for engine in (engines.layerstream, lmcache)}
+    hits = {engine: serve_until_hit(engine, prompt) for engine in (engines.layerstream, lmcache)}
 
     def seconds(engine: EngineProcess) -> float:
-        answer = _reloaded(engine, prompt)
+        answer = connector_hit(engine, prompt)
         assert answer.cached_tokens == hits[engine]
         return answer.seconds
 
-    _compare(row, lambda: seconds(engines.layerstream), lambda: seconds(lmcache), max_pairs, say)
-    ours, theirs = _milliseconds(row.pairs)
+    compare(row, lambda: seconds(engines.layerstream), lambda: seconds(lmcache), max_pairs, say)
+    ours, theirs = milliseconds(row.pairs)
     row.note = (
         f"{ours} against {theirs} (medians); {hits[engines.layerstream]} against {hits[lmcache]} tokens hit; LMCache's "
         "transfer mode is engine_driven over shared memory"
@@ -288,10 +245,10 @@ def test_cold_ttft(
     results: Results,
     say: Callable[[str], None],
 ) -> None:
-    saving, plain = _same_fresh_prompt(fresh, prompt_tokens, tokens=1)
+    saving, plain = same_fresh_prompt(fresh, prompt_tokens, tokens=1)
     row = Row(name="cold TTFT, saving / no connector", target=Target(relation="<=", value=1.03))
-    _compare(row, lambda: saving(engines.layerstream).seconds, lambda: plain(engines.plain).seconds, max_pairs, say)
-    with_saving, without = _milliseconds(row.pairs)
+    compare(row, lambda: saving(engines.layerstream).seconds, lambda: plain(engines.plain).seconds, max_pairs, say)
+    with_saving, without = milliseconds(row.pairs)
     row.note = f"{with_saving} against {without} (medians); a fresh prompt of {prompt_tokens} tokens for each pair"
     results.add(row)
 
@@ -299,7 +256,7 @@ def test_cold_ttft(
 def test_decode_time(
     engines: Engines, fresh: Prompts, max_pairs: int, results: Results, say: Callable[[str], None]
 ) -> None:
-    saving, plain = _same_fresh_prompt(fresh, DECODE_PROMPT_TOKENS, tokens=DECODE_TOKENS)
+    saving, plain = same_fresh_prompt(fresh, DECODE_PROMPT_TOKENS, tokens=DECODE_TOKENS)
 
     def per_token(answer: Answer) -> float:
         assert answer.decode_seconds is not None
@@ -307,35 +264,12 @@ def test_decode_time(
         return answer.decode_seconds / (DECODE_TOKENS - 1)
 
     row = Row(name="decode time per token, connector / none", target=Target(relation="<=", value=1.01))
-    _compare(
+    compare(
         row, lambda: per_token(saving(engines.layerstream)), lambda: per_token(plain(engines.plain)), max_pairs, say
     )
-    with_connector, without = _milliseconds(row.pairs)
+    with_connector, without = milliseconds(row.pairs)
     row.note = (
         f"{with_connector} against {without} (medians); {DECODE_TOKENS - 1} tokens after a fresh prompt of "
         f"{DECODE_PROMPT_TOKENS}, by the engine's clock; blocks that fill are saved"
     )
     results.add(row)
-
-
-def _same_fresh_prompt(
-    fresh: Prompts, length: int, *, tokens: int
-) -> tuple[Callable[[EngineProcess], Answer], Callable[[EngineProcess], Answer]]:
-    """Two sides that each serve a new prompt on every call; the n-th calls of both, in any order, serve the same."""
-    prompts: list[list[int]] = []
-
-    def side() -> Callable[[EngineProcess], Answer]:
-        turns = itertools.count()
-
-        def serve(engine: EngineProcess) -> Answer:
-            turn = next(turns)
-            if turn == len(prompts):
-                prompts.append(fresh(length))
-            time.sleep(SETTLE_S)
-            answer = engine.generate(prompts[turn], tokens=tokens)
-            assert answer.cached_tokens == 0
-            return answer
-
-        return serve
-
-    return side(), side()

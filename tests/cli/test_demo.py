@@ -6,12 +6,16 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from layerstream.cli import demo
-from layerstream.cli.demo import Answer, logprob_distance, prompt_of, run
+from layerstream.cli.demo import run
+from layerstream.cli.findings import logprob_distance
+from layerstream.cli.prose import prompt_of
 from layerstream.errors import ConfigError, LayerStreamError
+from layerstream.hooks.vllm.local_engine import Answer
 from layerstream.timeline import LayerTimes, Timeline
 
 # A whole number of blocks, of which a hit may not cover the last.
@@ -31,12 +35,12 @@ class FakeEngine:
     start_error: Exception | None = None
     serve_error: Exception | None = None
 
-    def __init__(self, model: Path, *, max_tokens: int, trace_dir: Path) -> None:
+    def __init__(self, model: Path, *, max_model_len: int, max_num_seqs: int, options: dict[str, Any]) -> None:
         os.write(1, b"babble of the engine\n")
         os.write(2, b"more babble\n")
         if self.start_error is not None:
             raise self.start_error
-        self.max_tokens, self.trace_dir = max_tokens, trace_dir
+        self.max_tokens, self.trace_dir = max_model_len, Path(options["trace_dir"])
         self.local, self.pool = False, False
         self.order: list[str] = []
         self.closed = 0
@@ -81,9 +85,9 @@ class FakeEngine:
             self.trace_dir, 0
         )
 
-    def forget(self, *, host_pool: bool = False) -> None:
+    def forget(self, *, connector: bool = False) -> None:
         self.local = False
-        self.pool = self.pool and not host_pool
+        self.pool = self.pool and not connector
 
     def close(self) -> None:
         os.write(1, b"babble of the end\n")
@@ -99,7 +103,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeEngine]:
         progress("unpacking weights")
         return tmp_path
 
-    monkeypatch.setattr(demo, "VllmEngine", Engine)
+    monkeypatch.setattr(demo, "LocalEngine", Engine)
     monkeypatch.setattr(demo, "prepare_model", prepare)
     monkeypatch.setattr(demo, "SETTLE_S", 0.2)
     monkeypatch.setenv("COLUMNS", "80")
@@ -114,14 +118,14 @@ def demo_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], pairs: int = 2) 
 
 
 def test_everything_agrees(engine: type[FakeEngine], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, shown = demo_run(tmp_path, capfd)
+    status, shown = demo_run(tmp_path, capfd, pairs=6)
     assert status == 0
     rows = {cells[1].strip(): cells[2].strip() for line in shown.splitlines() if len(cells := line.split("│")) == 4}
     assert rows == {
         "cold: time to first token": "4,000 ms",
         "vLLM's own prefix hit, median": "100.0 ms",
         "through LayerStream, median": "102.0 ms",
-        "LayerStream / vLLM's own hit": "1.02 (95 % interval 1.02 to 1.02, 2 pairs)",
+        "LayerStream / vLLM's own hit": "1.02 (95 % interval 1.02 to 1.02, n = 6)",
         "speed-up over cold": "39.2 x",
         "hit tokens": "288",
         "bytes moved per hit": "8.0 MB",
@@ -152,6 +156,7 @@ def test_figures_of_loads_are_those_of_the_timed_hits(
 ) -> None:
     # The hit whose answer is compared reports 16 times the bytes.
     _, shown = demo_run(tmp_path, capfd, pairs=1)
+    assert "1.02 (n = 1; an interval takes 6)" in shown
     assert re.search(r"bytes moved per hit +│ 8\.0 MB", shown)
     assert json.loads((tmp_path / "out" / "timeline.json").read_text("utf-8"))["otherData"]["nbytes"] == 8_000_000
 
@@ -219,7 +224,7 @@ def test_a_hit_that_is_not_whole_or_not_equal_fails(
 def test_a_run_that_hits_where_it_should_be_cold_fails(
     engine: type[FakeEngine], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "forget", lambda self, *, host_pool=False: setattr(self, "local", False))
+    monkeypatch.setattr(engine, "forget", lambda self, *, connector=False: setattr(self, "local", False))
     status, shown = demo_run(tmp_path, capfd)
     assert status == 1
     assert "the cold run covered 288 tokens instead of 0" in shown
@@ -275,11 +280,9 @@ def test_a_missing_package_is_the_one_line_that_says_so(
 
 
 def test_the_prompt_is_varied_text_of_exactly_the_length_asked_for() -> None:
-    class Words:
-        def tokenize(self, text: str) -> list[int]:
-            return [zlib.crc32(word.encode()) for word in text.split()]
+    def words(text: str) -> list[int]:
+        return [zlib.crc32(word.encode()) for word in text.split()]
 
-    words: demo.VllmEngine = Words()  # type: ignore[assignment]
     prompt = prompt_of(words, tokens=4000)
     assert len(prompt) == 4000
     assert prompt == prompt_of(words, tokens=4000) and prompt[:1000] == prompt_of(words, tokens=1000)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerstream.model_store import prepare_model
-from tests.rigs.vllm_engine import Answer, VllmEngine
+from layerstream.hooks.vllm.local_engine import Answer
+from tests.rigs.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -25,9 +26,9 @@ STEP_TOKENS = 1024
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[VllmEngine]:
+def engine(smollm2: Path) -> Iterator[VllmEngine]:
     engine = VllmEngine(
-        prepare_model(),
+        smollm2,
         options={"host_gib": 1, "chunk_tokens": CHUNK_BLOCKS * BLOCK, "verify": True},
         max_num_batched_tokens=STEP_TOKENS,
         max_num_seqs=4,
@@ -39,6 +40,10 @@ def engine() -> Iterator[VllmEngine]:
 def prompt(tokens: int, seed: int) -> list[int]:
     """Token ids without a pattern that a small model could repeat."""
     return random.Random(seed).sample(range(200, 45_000), tokens)
+
+
+def serve(engine: VllmEngine, ids: list[int], *, tokens: int = 4) -> Answer:
+    return engine.serve(ids, tokens=tokens, logprobs=5)
 
 
 def compared(worker: Any) -> dict[str, int]:
@@ -71,15 +76,15 @@ def expected_hit(tokens: int) -> int:
 def test_a_hit_equals_vllms_own_hit_bit_for_bit(engine: VllmEngine, tokens: int, what: str) -> None:
     ids = prompt(tokens, seed=tokens)
     before = engine.in_worker(compared)
-    (cold,) = engine.serve(ids)
-    assert cold.cached == 0
-    (local,) = engine.serve(ids)
-    assert local.cached == expected_hit(tokens)
-    assert engine.reset()
-    (warm,) = engine.serve(ids)
-    assert warm.cached == expected_hit(tokens), what
+    cold = serve(engine, ids)
+    assert cold.cached_tokens == 0
+    local = serve(engine, ids)
+    assert local.cached_tokens == expected_hit(tokens)
+    engine.forget()
+    warm = serve(engine, ids)
+    assert warm.cached_tokens == expected_hit(tokens), what
     assert warm.logprobs == local.logprobs
-    assert warm.tokens == local.tokens
+    assert warm.token_ids == local.token_ids
     # The prompt was computed in other pieces, so the first token's distribution is close to the cold run's, not equal.
     assert difference(warm, cold) < 0.25
     after = engine.in_worker(compared)
@@ -89,30 +94,30 @@ def test_a_hit_equals_vllms_own_hit_bit_for_bit(engine: VllmEngine, tokens: int,
 
 def test_a_shared_prefix_is_loaded_and_a_new_suffix_computed(engine: VllmEngine) -> None:
     shared, suffix, other = prompt(7 * BLOCK + 30, seed=1), prompt(200, seed=2), prompt(260, seed=3)
-    assert engine.reset(connector=True)
+    engine.forget(connector=True)
     engine.serve(shared + suffix)
-    (local,) = engine.serve(shared + other)
-    assert local.cached == 7 * BLOCK
-    assert engine.reset(connector=True)
+    local = serve(engine, shared + other)
+    assert local.cached_tokens == 7 * BLOCK
+    engine.forget(connector=True)
     engine.serve(shared + suffix)
-    assert engine.reset()
-    (warm,) = engine.serve(shared + other)
-    assert warm.cached == 7 * BLOCK
+    engine.forget()
+    warm = serve(engine, shared + other)
+    assert warm.cached_tokens == 7 * BLOCK
     assert warm.logprobs == local.logprobs
 
 
 def test_two_requests_of_one_step_share_a_loaded_prefix(engine: VllmEngine) -> None:
     shared = prompt(3 * BLOCK, seed=11)
     one, two = shared + prompt(40, seed=12), shared + prompt(70, seed=13)
-    assert engine.reset(connector=True)
+    engine.forget(connector=True)
     engine.serve(one)
     engine.serve(two)
-    local = engine.serve(one, two)
-    assert [answer.cached for answer in local] == [3 * BLOCK, 3 * BLOCK]
-    assert engine.reset()
+    local = engine.serve_together([one, two], tokens=4, logprobs=5)
+    assert [answer.cached_tokens for answer in local] == [3 * BLOCK, 3 * BLOCK]
+    engine.forget()
     before = engine.in_worker(compared)
-    warm = engine.serve(one, two)
-    assert [answer.cached for answer in warm] == [3 * BLOCK, 3 * BLOCK]
+    warm = engine.serve_together([one, two], tokens=4, logprobs=5)
+    assert [answer.cached_tokens for answer in warm] == [3 * BLOCK, 3 * BLOCK]
     assert [answer.logprobs for answer in warm] == [answer.logprobs for answer in local]
     # The second request finds the first one's blocks in vLLM's own cache while they are being loaded.
     assert engine.in_worker(compared)["LOAD"] - before["LOAD"] == 3
@@ -120,41 +125,41 @@ def test_two_requests_of_one_step_share_a_loaded_prefix(engine: VllmEngine) -> N
 
 def test_blocks_filled_by_decoding_come_back(engine: VllmEngine) -> None:
     ids = prompt(2 * BLOCK - 20, seed=21)
-    (answer,) = engine.serve(ids, max_tokens=60)
-    longer = ids + list(answer.tokens)
-    (local,) = engine.serve(longer)
-    assert local.cached == 2 * BLOCK
-    assert engine.reset()
-    (warm,) = engine.serve(longer)
-    assert warm.cached == 2 * BLOCK
+    answer = serve(engine, ids, tokens=60)
+    longer = ids + list(answer.token_ids)
+    local = serve(engine, longer)
+    assert local.cached_tokens == 2 * BLOCK
+    engine.forget()
+    warm = serve(engine, longer)
+    assert warm.cached_tokens == 2 * BLOCK
     assert warm.logprobs == local.logprobs
 
 
 def test_an_aborted_request_leaves_the_engine_right(engine: VllmEngine) -> None:
     ids = prompt(6 * BLOCK + 5, seed=31)
     engine.serve(ids)
-    (local,) = engine.serve(ids)
-    assert engine.reset()
+    local = serve(engine, ids)
+    engine.forget()
     llm_engine = engine.llm.llm_engine
-    params = engine._vllm.SamplingParams(max_tokens=200, temperature=0.0, detokenize=False, ignore_eos=True)
+    params = engine._params(max_tokens=200, temperature=0.0, detokenize=False, ignore_eos=True)
     llm_engine.add_request("to-abort", {"prompt_token_ids": ids}, params)
     llm_engine.step()
     llm_engine.abort_request(["to-abort"])
     while llm_engine.has_unfinished_requests():
         llm_engine.step()
-    assert engine.reset()
-    (warm,) = engine.serve(ids)
-    assert warm.cached == expected_hit(len(ids))
+    engine.forget()
+    warm = serve(engine, ids)
+    assert warm.cached_tokens == expected_hit(len(ids))
     assert warm.logprobs == local.logprobs
 
 
 def test_a_reset_with_the_connector_forgets_everything(engine: VllmEngine) -> None:
     ids = prompt(4 * BLOCK + 9, seed=41)
     engine.serve(ids)
-    assert engine.reset()
-    assert engine.serve(ids)[0].cached == 4 * BLOCK
-    assert engine.reset(connector=True)
-    assert engine.serve(ids)[0].cached == 0
+    engine.forget()
+    assert serve(engine, ids).cached_tokens == 4 * BLOCK
+    engine.forget(connector=True)
+    assert serve(engine, ids).cached_tokens == 0
 
 
 def flip_pool(worker: Any) -> None:
@@ -177,15 +182,15 @@ def test_damaged_bytes_would_be_seen(engine: VllmEngine) -> None:
     """Negative control, last because it ends the engine: both checks above can fail."""
     ids = prompt(5 * BLOCK + 77, seed=51)
     engine.serve(ids)
-    (local,) = engine.serve(ids)
-    assert engine.reset()
+    local = serve(engine, ids)
+    engine.forget()
     engine.in_worker(flip_pool)
     engine.in_worker(set_verifier, False)
-    (damaged,) = engine.serve(ids)
-    assert damaged.cached == local.cached
+    damaged = serve(engine, ids)
+    assert damaged.cached_tokens == local.cached_tokens
     assert damaged.logprobs != local.logprobs
     assert difference(damaged, local) > 0.25
     engine.in_worker(set_verifier, True)
-    assert engine.reset()
+    engine.forget()
     with pytest.raises(Exception, match="EngineCore"):
         engine.serve(ids)
