@@ -13,7 +13,7 @@ from rich.table import Table
 
 from layerstream.model_store import MODEL_NAME, prepare_model, tiny_model
 from layerstream.trials import MAX_PAIRS
-from profiles.microbench.engine_process import ENVIRONMENT, ROOT
+from profiles.microbench.engine_process import ROOT
 from profiles.microbench.machine import commit, describe_machine, versions
 from profiles.microbench.results import Results
 
@@ -36,7 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "model": config.getoption("--bench-model"),
         "prompt tokens": config.getoption("--prompt-tokens"),
         "pairs at most": config.getoption("--pairs"),
-        "engines compute on core": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"],
     }
     config.stash[_RESULTS] = Results(
         started=datetime.now(UTC),

@@ -11,21 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parents[2]
+from layerstream.hooks.vllm.local_engine import Answer
 
-ENVIRONMENT = {
-    # With a connector vLLM sets one core aside, which on two cores changes how many compute: bind all engines alike.
-    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ROOT = Path(__file__).resolve().parents[2]
 
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 300.0
@@ -44,7 +39,7 @@ class EngineFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """How an engine is started. Whatever is compared differs in the connector alone."""
+    """How an engine is started: see `LocalEngine`. Whatever is compared differs in the connector alone."""
 
     model: str
     max_model_len: int
@@ -53,42 +48,7 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
     """Its `kv_connector_extra_config`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables it needs beside those all engines get."""
-
-    def vllm_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`. A prompt is one step, so that a cold run is one forward."""
-        arguments: dict[str, Any] = {
-            "model": self.model,
-            "dtype": "bfloat16",
-            "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self.max_model_len,
-            "max_num_seqs": 8,
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            # Token times come with a request's statistics.
-            "disable_log_stats": False,
-        }
-        if self.connector is not None:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": self.connector,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": self.options,
-            }
-        return arguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One request, served alone."""
-
-    seconds: float
-    """Time of the whole call; with one token asked for it is the time to first token."""
-    cached_tokens: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[dict[int, float], ...]
-    """Per token, of the tokens vLLM returned."""
-    decode_seconds: float | None
-    """From the first token to the last, by the engine's clock; None for a single token."""
+    """Variables its process needs."""
 
 
 class EngineProcess:
@@ -112,7 +72,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), json.dumps(asdict(spec))],
                 cwd=ROOT,
-                env=os.environ | ENVIRONMENT | spec.environment,
+                env=os.environ | spec.environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -122,7 +82,8 @@ class EngineProcess:
         # With this end closed here, reading fails at once when the process dies.
         theirs.close()
         try:
-            self._receive(START_TIMEOUT_S)
+            self.setup: dict[str, str] = self._receive(START_TIMEOUT_S)
+            """What it computes in, and on which core."""
         except EngineFailed:
             self.stop()
             raise
@@ -132,26 +93,22 @@ class EngineProcess:
         """Leader of the process group that everything of this engine belongs to."""
         return self._process.pid
 
-    def generate(self, prompt: list[int], *, tokens: int = 1, logprobs: int | None = None) -> Answer:
-        """Serve one request greedily and wait for all of it.
+    def serve(self, prompt: Sequence[int], *, tokens: int = 1, logprobs: int | None = None) -> Answer:
+        """See `LocalEngine.serve`.
 
         Raises:
             EngineFailed: the engine raised, died or did not answer in time.
         """
-        answer: Answer = self._call("generate", prompt=prompt, tokens=tokens, logprobs=logprobs)
+        answer: Answer = self._call("serve", prompt=list(prompt), tokens=tokens, logprobs=logprobs)
         return answer
 
-    def forget_prefixes(self) -> None:
+    def forget(self) -> None:
         """Clear vLLM's own prefix cache, not the connector's.
 
         Raises:
-            EngineFailed: blocks were still in use, or the engine did not answer.
+            EngineFailed: blocks stayed in use, or the engine did not answer.
         """
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while not self._call("reset"):
-            if time.monotonic() > deadline:
-                raise self._failure("blocks stay in use; its prefix cache cannot be reset")
-            time.sleep(0.01)
+        self._call("forget")
 
     def stop(self) -> None:
         """End the engine: politely, then by force."""

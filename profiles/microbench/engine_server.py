@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import os
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-from profiles.microbench.engine_process import Answer, EngineSpec
+from layerstream.hooks.vllm.local_engine import LocalEngine
+from profiles.microbench.engine_process import EngineSpec
+
+COMMANDS = ("serve", "forget")
+"""Methods of the engine that the other side may call."""
 
 
-class _Engine:
-    """What the commands are done with."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        from vllm import LLM, SamplingParams
-
-        self._sampling = SamplingParams
-        self._llm = LLM(**spec.vllm_arguments())
-
-    def generate(self, prompt: list[int], tokens: int, logprobs: int | None) -> Answer:
-        sampling = self._sampling(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs, detokenize=False
-        )
-        begun = time.perf_counter()
-        (output,) = self._llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        completion, times = output.outputs[0], output.metrics
-        return Answer(
-            seconds=seconds,
-            cached_tokens=output.num_cached_tokens or 0,
-            token_ids=tuple(completion.token_ids),
-            logprobs=tuple(
-                {token: entry.logprob for token, entry in position.items()} for position in completion.logprobs or ()
-            ),
-            decode_seconds=times.last_token_ts - times.first_token_ts if tokens > 1 and times else None,
-        )
-
-    def reset(self) -> bool:
-        return bool(self._llm.reset_prefix_cache())
-
-    def stop(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+def start(spec: EngineSpec) -> LocalEngine:
+    """Start the engine. Prompts are token ids, so it needs no tokenizer."""
+    return LocalEngine(
+        Path(spec.model),
+        max_model_len=spec.max_model_len,
+        connector=spec.connector,
+        options=spec.options,
+        skip_tokenizer_init=True,
+    )
 
 
 def main() -> None:
@@ -53,19 +35,19 @@ def main() -> None:
     arguments = parser.parse_args()
     pipe = Connection(arguments.pipe)
     try:
-        engine = _Engine(EngineSpec(**arguments.spec))
+        engine = start(EngineSpec(**arguments.spec))
     except Exception as error:  # noqa: BLE001 - whatever it was, the other side reports it
         traceback.print_exc()
         pipe.send((False, repr(error)))
         return
-    pipe.send((True, None))
+    pipe.send((True, {"dtype": engine.dtype, "core": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "any")}))
     while True:
         try:
             command, values = pipe.recv()
         except EOFError:
             command, values = "stop", {}
-        if command == "stop":
-            engine.stop()
+        if command not in COMMANDS:
+            engine.close()
             return
         try:
             pipe.send((True, getattr(engine, command)(**values)))

@@ -23,8 +23,8 @@ ROWS = (
     "both hooks of a layer without work",
     "lookup of 1,000 chunks in 1,000,000, 2 blocks each",
     "lookup of 1,000 chunks in 1,000,000, 16 blocks each",
-    "load of the hit through the staged path",
-    "save of the hit through the staged path",
+    "load through the staged path",
+    "save through the staged path",
 )
 """Every row of a complete run, in the order of the table."""
 

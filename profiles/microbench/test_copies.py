@@ -41,7 +41,7 @@ def test_staged_path(
     plain = nbytes / _plain_copy_seconds(nbytes)
     results.add(
         Row(
-            name=f"{name} of the hit through the staged path",
+            name=f"{name} through the staged path",
             unit="GB/s",
             scale=1e-9,
             digits=2,

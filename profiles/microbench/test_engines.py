@@ -18,8 +18,10 @@ from statistics import median
 
 import pytest
 
+from layerstream.hooks.vllm.local_engine import Answer
+from layerstream.hooks.vllm.register import NAME
 from layerstream.timeline import read_timeline
-from profiles.microbench.engine_process import Answer, EngineFailed, EngineProcess, EngineSpec
+from profiles.microbench.engine_process import EngineFailed, EngineProcess, EngineSpec
 from profiles.microbench.lmcache_server import LMCacheServer
 from profiles.microbench.machine import busy_cores
 from profiles.microbench.results import Results, Row, Target
@@ -90,14 +92,14 @@ def engines(
             for _ in range(2):
                 prompt = fresh(prompt_tokens)
                 if chosen.connector is None:
-                    engine.generate(prompt)
+                    engine.serve(prompt)
                 else:
                     serve_until_hit(engine, prompt)
-            engine.generate(fresh(DECODE_PROMPT_TOKENS), tokens=4)
+            engine.serve(fresh(DECODE_PROMPT_TOKENS), tokens=4)
             return engine
 
         plain = start("plain", spec())
-        layerstream = start("layerstream", spec(connector="LayerStreamConnector", options={"host_gib": POOL_GIB}))
+        layerstream = start("layerstream", spec(connector=NAME, options={"host_gib": POOL_GIB}))
         lmcache, failure, groups = None, "", {"plain": plain.pid, "layerstream": layerstream.pid}
         try:
             server = stack.enter_context(LMCacheServer(logs, gib=LMCACHE_GIB))
@@ -109,6 +111,7 @@ def engines(
             say(str(error))
         time.sleep(2.0)
         idle = {name: busy_cores(pid, 3.0) for name, pid in groups.items()}
+        results.settings |= {f"{what} of the engines": value for what, value in plain.setup.items()}
         results.settings["cores busy in idle engines"] = ", ".join(f"{name} {busy:.2f}" for name, busy in idle.items())
         if loud := [name for name, busy in idle.items() if busy > QUIET_CORES]:
             say(f"idle, and yet busy: {', '.join(loud)}; what runs beside them is slowed down")
@@ -130,7 +133,7 @@ def test_overlap_of_a_hit(
     spec = EngineSpec(
         model=str(model),
         max_model_len=max_model_len,
-        connector="LayerStreamConnector",
+        connector=NAME,
         options={"host_gib": POOL_GIB, "trace_dir": str(tmp_path)},
     )
     say("starting engine 'traced'")
@@ -141,7 +144,7 @@ def test_overlap_of_a_hit(
         for _ in range(max_pairs):
             connector_hit(engine, prompt)
         # What a load reports is booked by a step after it.
-        engine.generate(fresh(BLOCK_TOKENS))
+        engine.serve(fresh(BLOCK_TOKENS))
     timelines = [read_timeline(path) for path in sorted(set(tmp_path.glob("load-*.json")) - warm_up)]
     assert len(timelines) >= max_pairs
     assert {timeline.blocks for timeline in timelines} == {(prompt_tokens - 1) // BLOCK_TOKENS}
@@ -188,9 +191,9 @@ def test_logprobs_of_a_hit(engines: Engines, fresh: Prompts, prompt_tokens: int,
     for _ in range(EXACT_PROMPTS):
         prompt = fresh(prompt_tokens)
         hit = serve_until_hit(engine, prompt)
-        local = engine.generate(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
-        engine.forget_prefixes()
-        warm = engine.generate(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
+        local = engine.serve(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
+        engine.forget()
+        warm = engine.serve(prompt, tokens=EXACT_TOKENS, logprobs=EXACT_LOGPROBS)
         assert warm.cached_tokens == local.cached_tokens == hit
         assert len(local.logprobs) == EXACT_TOKENS
         equal.append(float((warm.token_ids, warm.logprobs) == (local.token_ids, local.logprobs)))

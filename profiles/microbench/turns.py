@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from layerstream.hooks.vllm.local_engine import Answer
 from layerstream.trials import alternate
-from profiles.microbench.engine_process import Answer, EngineFailed, EngineProcess
+from profiles.microbench.engine_process import EngineFailed, EngineProcess
 from profiles.microbench.results import Row
 
 LOOKS = (10, 20)
@@ -30,7 +31,7 @@ def serve_until_hit(engine: EngineProcess, prompt: Sequence[int]) -> int:
     Raises:
         EngineFailed: it is never hit.
     """
-    engine.generate(list(prompt))
+    engine.serve(prompt)
     for _ in range(HIT_TRIES):
         time.sleep(SETTLE_S)
         if cached := connector_hit(engine, prompt).cached_tokens:
@@ -41,14 +42,14 @@ def serve_until_hit(engine: EngineProcess, prompt: Sequence[int]) -> int:
 def local_hit(engine: EngineProcess, prompt: Sequence[int]) -> Answer:
     """A hit in vLLM's own prefix cache, which holds the prompt from the request before."""
     time.sleep(SETTLE_S)
-    return engine.generate(list(prompt))
+    return engine.serve(prompt)
 
 
 def connector_hit(engine: EngineProcess, prompt: Sequence[int]) -> Answer:
     """A hit that only the connector can serve."""
-    engine.forget_prefixes()
+    engine.forget()
     time.sleep(SETTLE_S)
-    return engine.generate(list(prompt))
+    return engine.serve(prompt)
 
 
 def compare(
@@ -84,7 +85,7 @@ def same_fresh_prompt(
             if turn == len(prompts):
                 prompts.append(fresh(length))
             time.sleep(SETTLE_S)
-            answer = engine.generate(prompts[turn], tokens=tokens)
+            answer = engine.serve(prompts[turn], tokens=tokens)
             assert answer.cached_tokens == 0
             return answer
 

@@ -77,7 +77,7 @@ def test_demo_passes_its_options_on_and_its_status_back(monkeypatch: pytest.Monk
     assert call(monkeypatch, "demo") == status
     assert call(monkeypatch, "demo", "--out", "there", "--prompt-tokens", "512", "--pairs", "7") == status
     assert seen == [
-        {"out": Path("out"), "prompt_tokens": 4000, "pairs": 3},
+        {"out": Path("out"), "prompt_tokens": 4000, "pairs": 6},
         {"out": Path("there"), "prompt_tokens": 512, "pairs": 7},
     ]
 
