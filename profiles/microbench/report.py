@@ -36,7 +36,7 @@ def main() -> int:
         print(f"no results in {RESULTS}; run `make bench` first")
         return 1
     source = recorded[-1]
-    table = f"Recorded in `{source.resolve().relative_to(ROOT)}`.\n\n{markdown(read_results(source))}"
+    table = f"Recorded in `{source.name}`.\n\n{markdown(read_results(source))}"
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
     print(f"{PAGE} shows {source}")
     return 0
