@@ -28,8 +28,8 @@ test-full: setup ## run every test
 check: setup ## lint, types, import rules and the contents of the wheel
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/check
 
-bench: setup ## run the micro benchmarks
-	@$(BIN)/pytest profiles/microbench --benchmark-only --timeout=0 $(PYTEST_FLAGS)
+bench: setup ## measure against the targets: about an hour, with the machine left alone
+	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
 
 gpu-smoke: setup ## check kernels and streams on this machine's GPU (two minutes)
 	@$(BIN)/python profiles/gpu_smoke.py
