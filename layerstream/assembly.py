@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,13 @@ from layerstream.geometry import KVGeometry, layer_pages
 from layerstream.host_budget import default_budget
 from layerstream.host_pool import HostPool, Pinner
 from layerstream.pipeline.staged import StagedPath
+from layerstream.pipeline.zero_copy import ZeroCopyPath
 from layerstream.streams.cpu import CpuDevice, spare_cores
 from layerstream.verify import Verifier
 
 if TYPE_CHECKING:
     from layerstream.config import StreamConfig
+    from layerstream.pipeline.base import TransferPath
     from layerstream.streams.base import Device
 
 PageKernel = Callable[..., None]
@@ -82,6 +84,7 @@ def build_engine(
     """
     geometry = kv_geometry(tensors, num_blocks=num_blocks, block_tokens=block_tokens)
     trace_dir = _trace_dir(config)
+    zero_copy = _is_zero_copy(config, next(iter(tensors.values())).device.type)
     storages = [storage_bytes(tensor) for tensor in tensors.values()]
     device, pinner, gather, scatter = _open_device(storages[0].device)
     if config.host_gib is not None:
@@ -94,14 +97,16 @@ def build_engine(
         budget_bytes=budget,
         pin=pinner,
     )
-    path = StagedPath(
-        device=device,
-        geometry=geometry,
-        storages=storages,
-        pool=pool,
-        gather=gather,
-        scatter=scatter,
-        staging_bytes=config.staging_mib << 20,
+    shared: dict[str, Any] = {
+        "device": device,
+        "geometry": geometry,
+        "storages": storages,
+        "pool": pool,
+        "gather": gather,
+        "scatter": scatter,
+    }
+    path: TransferPath = (
+        ZeroCopyPath(**shared) if zero_copy else StagedPath(**shared, staging_bytes=config.staging_mib << 20)
     )
     verifier = None
     if config.verify:
@@ -128,6 +133,15 @@ def _open_device(device: torch.device) -> tuple[Device, Pinner | None, PageKerne
 
         return CudaDevice(device.index or 0), CudaPinner(), gather_pages, scatter_pages
     raise GeometryError(f"KV caches on {device.type!r} devices cannot be streamed; only cuda and cpu can")
+
+
+def _is_zero_copy(config: StreamConfig, device: str) -> bool:
+    if config.transfer_path == "zero_copy" and device != "cpu":
+        raise ConfigError(
+            f'transfer_path: "zero_copy" is there for KV caches in CPU memory, and this one is on {device!r}; '
+            'use "auto" or "staged"'
+        )
+    return device == "cpu" and config.transfer_path != "staged"
 
 
 def _trace_dir(config: StreamConfig) -> Path | None:

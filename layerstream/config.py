@@ -24,6 +24,7 @@ _SOURCE = "LayerStream: kv_connector_extra_config"
 _NAMESPACE_CHARS = 128
 
 LoadMode = Literal["auto", "layerwise", "parked"]
+TransferPathName = Literal["auto", "staged", "zero_copy"]
 
 
 def _option(default: Any, allowed: str, accepts: Callable[[Any], bool]) -> Any:
@@ -82,8 +83,14 @@ class StreamConfig:
     """Ask vLLM for PIECEWISE CUDA graphs only; not needed for correctness."""
     log_interval_s: float = _option(10.0, "a number >= 0", lambda v: _is_number(v) and v >= 0)
     """Seconds between lines about hits and transfers; 0 logs none."""
+    transfer_path: TransferPathName = _option(
+        "auto",
+        " or ".join(f'"{path}"' for path in get_args(TransferPathName)),
+        lambda v: isinstance(v, str) and v in get_args(TransferPathName),
+    )
+    """Move bytes through rings on the device (staged) or straight (zero_copy, only on CPUs); auto picks by device."""
     staging_mib: int = _option(64, "an integer >= 1", lambda v: _is_int(v) and v >= 1)
-    """Device memory in MiB for the rings that transfers pass through, half for loads and half for saves."""
+    """Device memory in MiB for the rings of staged transfers, half for loads and half for saves."""
     verify: bool = _option(False, "true or false", _is_bool)
     """Compare a fingerprint of every block saved and restored; slow, for debugging."""
     trace_dir: str | None = _option(None, "an absolute path, or null", lambda v: v is None or _is_absolute_path(v))

@@ -28,7 +28,7 @@ def kv_tensors() -> dict[str, torch.Tensor]:
 
 
 def make_engine(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
-    extra = {"host_gib": 0.01, "chunk_tokens": 3 * TOKENS, "staging_mib": 1, **options}
+    extra = {"host_gib": 0.01, "chunk_tokens": 3 * TOKENS, "staging_mib": 1, "transfer_path": "staged", **options}
     return build_engine(tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ class Move:
     Block i pairs with the i-th page of `pool_runs` read in order.
     """
 
-    __slots__ = ("_cut", "blocks", "count", "pool_runs")
+    __slots__ = ("_cut", "blocks", "count", "pool_runs", "runs")
 
     def __init__(self, blocks: torch.Tensor, pool_runs: Sequence[tuple[int, int]]) -> None:
         """
@@ -38,6 +39,12 @@ class Move:
         self.blocks = blocks
         self.pool_runs = tuple(pool_runs)
         self.count = sum(count for _, count in self.pool_runs)
+        firsts = itertools.accumulate((count for _, count in self.pool_runs), initial=0)
+        self.runs = tuple(
+            (blocks[first : first + count], page, count)
+            for first, (page, count) in zip(firsts, self.pool_runs, strict=False)
+        )
+        """(blocks, first pool page, count) of each run. Slices are made once, and not again for every layer."""
         self._cut: dict[int, tuple[Piece, ...]] = {}
 
     def pieces(self, limit: int) -> tuple[Piece, ...]:

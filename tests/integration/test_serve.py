@@ -1,6 +1,6 @@
 """The OpenAI server with the one flag: a prompt over HTTP, vLLM's own cache cleared, the prompt again.
 
-It is what `vllm serve` runs; the command itself asks for a distribution named `vllm`, and the CPU build has another name.
+It is what `vllm serve` runs; the command itself asks for a distribution named `vllm`, which the CPU build is not.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ def compared(worker: Any) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def small_engine(tiny_llama: Path) -> Iterator[VllmEngine]:
-    """20 blocks of KV cache, and a pool of 6 chunks of 2 blocks."""
+    """20 blocks of KV cache, a pool of 6 chunks of 2 blocks, and the transfer path of a GPU engine."""
     engine = VllmEngine(
         tiny_llama,
-        options={"host_gib": 13 * (1 << 20) * 2 / (1 << 30), "verify": True},
+        options={"host_gib": 26 * (1 << 20) / (1 << 30), "verify": True, "transfer_path": "staged"},
         num_gpu_blocks_override=20,
         max_num_batched_tokens=512,
         max_num_seqs=6,
