@@ -6,7 +6,7 @@ The only place that knows which device gets which streams and kernels.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,7 @@ def build_engine(
     path: TransferPath = (
         ZeroCopyPath(**shared) if zero_copy else StagedPath(**shared, staging_bytes=config.staging_mib << 20)
     )
+    _warm_up(device, geometry, storages, gather, scatter)
     verifier = None
     if config.verify:
         verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=gather)
@@ -133,6 +134,21 @@ def _open_device(device: torch.device) -> tuple[Device, Pinner | None, PageKerne
 
         return CudaDevice(device.index or 0), CudaPinner(), gather_pages, scatter_pages
     raise GeometryError(f"KV caches on {device.type!r} devices cannot be streamed; only cuda and cpu can")
+
+
+def _warm_up(
+    device: Device, geometry: KVGeometry, storages: Sequence[torch.Tensor], gather: PageKernel, scatter: PageKernel
+) -> None:
+    """Compile the kernels of every layout here, and not in the middle of a first request: they move nothing."""
+    nothing = device.table([-1])
+    seen = set()
+    for layer, storage in zip(geometry.layers, storages, strict=True):
+        layout = (layer.page_stride, layer.run_offsets, layer.run_bytes, layer.alignment)
+        if layout not in seen:
+            seen.add(layout)
+            packed = device.empty(layer.page_bytes)
+            gather(packed, storage, layer, nothing)
+            scatter(storage, packed, layer, nothing)
 
 
 def _is_zero_copy(config: StreamConfig, device: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,6 +112,7 @@ class Coordinator:
         self._clock = clock
         self._job_deadline_s = job_deadline_s
         self._index: PrefixIndex | None = None
+        self._backlog_blocks = sys.maxsize
         self._requests: dict[str, _Request] = {}
         self._flights: dict[int, _Flight] = {}
         """Jobs whose report is due, oldest first."""
@@ -144,8 +145,31 @@ class Coordinator:
         """Whether a report is due, so that the engine must keep stepping to receive it."""
         return bool(self._flights)
 
-    def set_slots(self, slots: int) -> None:
+    @property
+    def overdue(self) -> bool:
+        """Whether a job was given up and not every rank has answered for it yet: some rank may hang."""
+        return bool(self._overdue)
+
+    def distrust(self, block_ids: Collection[int]) -> None:
+        """Blocks of the engine turned out to hold no valid KV: what is being saved from them is never published.
+
+        Their requests are saved from anew, once they are valid.
+        """
+        bad = set(block_ids)
+        for flight in self._flights.values():
+            if flight.job.kind is JobKind.SAVE and not bad.isdisjoint(flight.job.block_ids):
+                flight.failed = True
+                request = self._requests.get(flight.job.request_id)
+                if request is not None and request.due != _NEVER:
+                    request.cursor = 0
+                    request.due = self._due(request)
+
+    def set_slots(self, slots: int, *, backlog_blocks: int = sys.maxsize) -> None:
         """Set the size of the host pool: the smallest of the ranks' slot counts. Until then nothing hits or is saved.
+
+        Args:
+            slots: chunks the pool holds on every rank.
+            backlog_blocks: most blocks that one step saves of a request beside those it computes itself.
 
         Raises:
             PoolError: `slots` is below 1, or differs from what was set before.
@@ -154,6 +178,7 @@ class Coordinator:
             raise PoolError(
                 f"the host pool has {slots} slots on the rank with the fewest; at least 1 is needed: raise host_gib"
             )
+        self._backlog_blocks = backlog_blocks
         if self._index is None:
             self._index = PrefixIndex(slots=slots, chunk_blocks=self._chunk_blocks)
         elif self._index.slots != slots:
@@ -233,18 +258,25 @@ class Coordinator:
             self._index.touch(hashes, stop)
 
     def observe(
-        self, request_id: str, hashes: Sequence[bytes], computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        computed_tokens: int,
+        block_ids: Callable[[], Sequence[int]],
+        *,
+        step_tokens: int | None = None,
     ) -> None:
         """A request is in the step being planned; save the blocks that are full once the step has run.
 
-        Blocks that the engine had of its own are saved too if the pool lacks them. Blocks without room are dropped and
-        counted.
+        Blocks that the engine had of its own are saved too if the pool lacks them, a few in each step: their copies
+        hide behind no compute of theirs. Blocks without room are dropped and counted.
 
         Args:
             request_id: the request.
             hashes: its block hashes; they may lag behind, and what has no hash is saved later.
             computed_tokens: real tokens whose KV exist once the step has run: no placeholders, no drafts.
             block_ids: its blocks in prefix order; called only if there is something to save.
+            step_tokens: how many of them the step computes; None if all.
         """
         request = self._requests.get(request_id)
         if request is None or computed_tokens < request.due or self._index is None:
@@ -253,9 +285,12 @@ class Coordinator:
         cursor = request.cursor
         if stop <= cursor:
             return
+        start = self._index.known(hashes, cursor, stop)
+        if step_tokens is not None:
+            backlog = (computed_tokens - step_tokens) // self._block_tokens - start
+            stop = start + self._backlog_blocks if backlog > self._backlog_blocks else stop
         request.cursor = stop
         request.due = self._due(request)
-        start = self._index.known(hashes, cursor, stop)
         if start == stop:
             return
         ids = tuple(block_ids()[start:stop])
@@ -334,6 +369,12 @@ class Coordinator:
                 "their output would be wrong, so the engine must stop (with load_mode 'parked' only they fail)"
             )
         return self.take_outcome()
+
+    def take_failed(self) -> tuple[str, ...]:
+        """The failed parked requests not named yet, such as those that `plan` gave up."""
+        failed = tuple(self._failed)
+        self._failed.clear()
+        return failed
 
     def take_outcome(self) -> Outcome:
         """The parked requests not named yet: for steps in which no rank reports."""
@@ -424,7 +465,7 @@ class Coordinator:
                 self._stats.saved_blocks += pool.publish(flight.spans)
                 return
             logger.warning(
-                "LayerStream: a rank could not save %d blocks of request %s; they are not cached",
+                "LayerStream: %d blocks of request %s were not saved: a rank failed, or they held no valid KV",
                 len(job.block_ids), job.request_id,
             )  # fmt: skip
             pool.abandon(flight.spans)

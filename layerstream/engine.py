@@ -262,7 +262,14 @@ class StreamEngine:
             stats.gated_load_seconds += seconds
             stats.stall_seconds += sum(self.device.elapsed(*gate) for gate in transfer.gates.values())
             if self._trace_dir is not None:
-                self._timeline(transfer).write(self._trace_dir, self._rank)
+                self._write_timeline(transfer, self._trace_dir)
+
+    def _write_timeline(self, transfer: Transfer, folder: Path) -> None:
+        try:
+            self._timeline(transfer).write(folder, self._rank)
+        except OSError as error:
+            logger.warning("LayerStream: no more timelines, %s cannot be written: %s", folder, error)
+            self._trace_dir = None
 
     def _timeline(self, transfer: Transfer) -> Timeline:
         assert transfer.submitted is not None

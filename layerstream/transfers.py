@@ -62,9 +62,9 @@ class Transfer:
         return tuple(dict.fromkeys(job.request_id for job in self.jobs))
 
     def finished(self) -> bool:
-        """Whether every layer has arrived. Never blocks.
+        """Whether every layer has arrived, and a gated load's step has passed all its gates. Never blocks.
 
         Raises:
             TransferError: an operation failed.
         """
-        return all(event.done() for event in reversed(self.done))
+        return all(event.done() for event in reversed(self.done)) and (self.closed is None or self.closed.done())

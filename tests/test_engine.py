@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from layerstream.engine import StreamEngine
 from layerstream.errors import TransferError, VerifyError
 from layerstream.jobs import Job, JobKind, Report, StepPlan
 from layerstream.timeline import read_timeline
+from layerstream.transfers import Transfer
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 5, 24, 2, 4, 16
 
@@ -248,4 +249,53 @@ def test_a_save_larger_than_the_ring_is_exact(tensors: dict[str, torch.Tensor]) 
     run_step(engine, job(2, JobKind.LOAD, blocks, (1, len(blocks))))
     view = storage.view(LAYERS, BLOCKS, page)
     assert torch.equal(view[:, ::2][:, : len(blocks)], before.view(LAYERS, BLOCKS, page)[:, ::2][:, : len(blocks)])
+    assert engine.close(10.0)
+
+
+def test_verify_sees_wrong_bytes_in_the_cache_though_the_pool_is_right(tensors: dict[str, torch.Tensor]) -> None:
+    engine = make_engine(tensors, verify=True)
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    path = engine._path
+    right = path._scatter  # type: ignore[attr-defined]
+    path._scatter = lambda dst, src, layer, blocks: right(dst, src, layer, blocks + 1)  # type: ignore[attr-defined]
+    with pytest.raises(VerifyError, match="block 8 was restored with other bytes"):
+        run_step(engine, job(2, JobKind.LOAD, [8], (4, 1)))
+    assert engine.close(10.0)
+
+
+def test_verify_sees_wrong_bytes_in_the_pool_though_the_cache_is_right(tensors: dict[str, torch.Tensor]) -> None:
+    engine = make_engine(tensors, verify=True)
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    check = engine.verifier.check  # type: ignore[union-attr]
+
+    def damage_then_check(transfers: Sequence[Transfer]) -> int:
+        engine.pool.span(0, 4, 1).zero_()
+        return check(transfers)
+
+    engine.verifier.check = damage_then_check  # type: ignore[method-assign,union-attr]
+    with pytest.raises(VerifyError, match="pool page 4 should hold"):
+        run_step(engine, job(2, JobKind.LOAD, [8], (4, 1)))
+    assert engine.close(10.0)
+
+
+def test_a_step_that_was_not_ended_is_ended_by_the_next(engine: StreamEngine, tensors: dict[str, torch.Tensor]) -> None:
+    want = {name: tensor[2].clone() for name, tensor in tensors.items()}
+    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, [2], (4, 1)),)))
+    engine.begin_step(None)
+    assert reports(engine, 1).done == {1: 1}
+    run_step(engine, job(2, JobKind.LOAD, [9], (4, 1)))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[9], want[name])
+
+
+def test_a_timeline_that_cannot_be_written_is_given_up(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(tensors, trace_dir=str(tmp_path / "traces"))
+    run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
+    (tmp_path / "traces").rmdir()
+    for number in (2, 3):
+        run_step(engine, job(number, JobKind.LOAD, [8], (4, 1)))
+        assert reports(engine, number).done[number] == 1
+    assert caplog.text.count("no more timelines") == 1
     assert engine.close(10.0)

@@ -42,11 +42,11 @@ def cache_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
     return kv_cache_config.kv_cache_groups[0]
 
 
-def saves_in_hooks(vllm_config: VllmConfig) -> bool:
-    """Whether a layer's KV of a step is complete when its hook runs.
+def hooks_tell_layers(vllm_config: VllmConfig) -> bool:
+    """Whether every layer's hook runs once in a step that runs hooks, when the layer's KV of the step is complete.
 
-    Not so with micro-batches (a hook runs once for each) or with a drafter (its layers run several times): there, all
-    layers are saved at the end of the step.
+    Not so with micro-batches (a hook runs once for each) or with a drafter (its layers run several times, or in a graph
+    of their own, without hooks): there, a step waits for whole loads, and all layers are saved at its end.
     """
     parallel = vllm_config.parallel_config
     micro_batches = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)

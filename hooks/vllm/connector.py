@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -113,6 +118,11 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         self.worker.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return KVConnectorTransferResults(finished_recving=set(metadata.failed), failed_recving=set(metadata.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self.worker.poll()

@@ -18,6 +18,8 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, each step."""
 
     plan: StepPlan | None
+    failed: frozenset[str] = frozenset()
+    """Parked requests whose load has failed: every rank hands them on, as vLLM hears of failures from workers alone."""
 
 
 @dataclass(slots=True)

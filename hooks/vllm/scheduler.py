@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.layerstream")
 
+LONGEST_STEP_S = 1.0
+"""What one step may add to the age of a job."""
+
 
 class BlockPoolHolds:
     """Keeps blocks of vLLM's pool from being handed on, by reference counts."""
@@ -58,23 +61,33 @@ class SchedulerHalf:
         self._asked: dict[str, int] = {}
         self._cache, self._moved = CacheStats(), TransferStats()
         self._logged_at = time.monotonic()
+        self._failed: set[str] = set()
+        """Parked requests whose load has failed, and whom no rank was told of yet."""
+        self._off: str | None = None
+        """Why nothing is loaded or saved any more; None while all is well."""
+        self._seconds, self._stepped_at = 0.0, time.monotonic()
         self._step = 0
         self._coordinator: Coordinator | None = None
         reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
             logger.warning("LayerStream is off for this engine, which runs as without it: %s", reason)
             return
+        self._world_size = vllm_config.parallel_config.world_size
         block_tokens = cache_group(kv_cache_config).kv_cache_spec.block_size
         self._block_tokens = block_tokens
         self._chunk_blocks = config.chunk_blocks(block_tokens)
         self._coordinator = Coordinator(
             chunk_blocks=self._chunk_blocks,
             block_tokens=block_tokens,
-            world_size=vllm_config.parallel_config.world_size,
+            world_size=self._world_size,
             parked=config.load_mode == "parked",
             save_decode=config.save_decode,
             holds=self._holds,
+            clock=lambda: self._seconds,
         )
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """vLLM's block pool, for holds."""
@@ -84,18 +97,31 @@ class SchedulerHalf:
         """What the ranks said about their pools; the smallest decides.
 
         Raises:
-            GeometryError: ranks disagree on how many blocks a chunk holds.
+            GeometryError: ranks are missing, or disagree on how many blocks a chunk holds.
         """
         ranks = [shake.info for shake in handshakes.values() if isinstance(shake, Handshake)]
-        if self._coordinator is None or not ranks:
+        if self._coordinator is None:
             return
+        if not ranks:
+            logger.warning(
+                "LayerStream is off for this engine: its workers' reports did not arrive; in MultiConnector, list "
+                "LayerStreamConnector first"
+            )
+            return
+        if len(ranks) != self._world_size:
+            raise GeometryError(
+                f"{len(ranks)} of {self._world_size} ranks have set up a host pool; all must, or no block is complete"
+            )
         if any(rank.chunk_blocks != self._chunk_blocks for rank in ranks):
             raise GeometryError(
                 f"ranks chose chunks of {sorted({rank.chunk_blocks for rank in ranks})} blocks; the same options "
                 "must reach every rank"
             )
         slots = min(rank.pool_slots for rank in ranks)
-        self._coordinator.set_slots(slots)
+        # What a step saves beyond its own blocks should fit the ring, or the step waits for copies to the host.
+        ring_bytes = (self._config.staging_mib << 20) // 2
+        backlog_blocks = max(1, ring_bytes // max(rank.block_bytes for rank in ranks))
+        self._coordinator.set_slots(slots, backlog_blocks=backlog_blocks)
         self._log_start(ranks, slots)
 
     def _log_start(self, ranks: Sequence[RankInfo], slots: int) -> None:
@@ -127,6 +153,8 @@ class SchedulerHalf:
         if self._coordinator is None:
             return 0, False
         self._asked[request.request_id] = local_tokens
+        if self._off is not None or self._coordinator.overdue or not self._loads:
+            return 0, False
         tokens = self._coordinator.match(request.request_id, request.block_hashes, request.num_tokens, local_tokens)
         return tokens, bool(tokens) and self._config.load_mode == "parked"
 
@@ -155,6 +183,19 @@ class SchedulerHalf:
         coordinator = self._coordinator
         if coordinator is None:
             return StepMetadata(None)
+        self._tick()
+        if self._off is None and self._saves:
+            self._observe(coordinator, output)
+        plan = coordinator.plan()
+        if plan is not None and plan.gated:
+            output.has_sync_kv_loads = True
+        self._failed.update(coordinator.take_failed())
+        metadata = StepMetadata(plan, frozenset(self._failed))
+        self._failed.clear()
+        self._log_interval()
+        return metadata
+
+    def _observe(self, coordinator: Coordinator, output: SchedulerOutput) -> None:
         state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -166,28 +207,34 @@ class SchedulerHalf:
                 # Scheduled tokens include drafts and placeholders; only tokens that are known have final KV.
                 min(request.num_computed_tokens + scheduled, request.num_tokens),
                 lambda request_id=request_id: state.resolve_block_ids(request_id)[0],  # type: ignore[misc]
+                step_tokens=scheduled,
             )
-        plan = coordinator.plan()
-        if plan is not None and plan.gated:
-            output.has_sync_kv_loads = True
-        self._log_interval()
-        return StepMetadata(plan)
+
+    def _tick(self) -> None:
+        """Deadlines of jobs count the engine's time: a rank that computes for minutes cannot answer meanwhile."""
+        now = time.monotonic()
+        self._seconds += min(now - self._stepped_at, LONGEST_STEP_S)
+        self._stepped_at = now
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Book the ranks' reports; parked requests whose loads are complete are released by adding them to `output`."""
         coordinator = self._coordinator
         if coordinator is None:
             return
+        if output.invalid_block_ids:
+            coordinator.distrust(output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
-        if isinstance(meta, WorkerReport):
-            self._moved = self._moved.merge(meta.report.stats)
-            outcome = coordinator.report(meta.report)
-        else:
-            # A parked load may have gone overdue although no rank has anything to say.
-            outcome = coordinator.take_outcome()
-        if outcome:
-            output.finished_recving = {*(output.finished_recving or ()), *outcome.received, *outcome.failed}
-            output.failed_recving = {*output.failed_recving, *outcome.failed}
+        if not isinstance(meta, WorkerReport):
+            return
+        self._moved = self._moved.merge(meta.report.stats)
+        if meta.report.failed and self._off is None:
+            # The device's streams run nothing after a failure, and a CUDA context is lost with its first.
+            self._off = "a rank failed to move blocks"
+            logger.error("LayerStream is off until the engine is restarted: %s; its log has the cause", self._off)
+        outcome = coordinator.report(meta.report)
+        self._failed.update(outcome.failed)
+        if outcome.received:
+            output.finished_recving = {*(output.finished_recving or ()), *outcome.received}
 
     def finished(self, request_id: str) -> None:
         """A request ended or was aborted; its jobs go on."""
@@ -197,8 +244,8 @@ class SchedulerHalf:
             self._coordinator.finish(request_id)
 
     def pending(self) -> bool:
-        """Whether a rank's report is due."""
-        return self._coordinator is not None and self._coordinator.pending
+        """Whether a rank's report is due, or something must still be told to the ranks."""
+        return self._coordinator is not None and (self._coordinator.pending or bool(self._failed))
 
     def reset(self) -> bool:
         """Forget every block. True if nothing was in flight; what was is never published."""

@@ -11,7 +11,7 @@ from layerstream.assembly import build_engine
 from layerstream.errors import GeometryError
 from layerstream.graphs.mode import GateMode
 from layerstream.hooks.layer_gate import LayerGate
-from layerstream.hooks.vllm.compat import cache_group, forward_gate_mode, saves_in_hooks, unsupported
+from layerstream.hooks.vllm.compat import cache_group, forward_gate_mode, hooks_tell_layers, unsupported
 from layerstream.hooks.vllm.identify import attention_of, geometry_digest
 from layerstream.jobs import RankInfo, Report, StepPlan
 
@@ -37,7 +37,7 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._saves_in_hooks = saves_in_hooks(vllm_config)
+        self._hooks_tell_layers = hooks_tell_layers(vllm_config)
         self._gate: LayerGate | None = None
         self.engine: StreamEngine | None = None
         """None until KV caches are registered, after `close`, and on an engine that is not supported."""
@@ -94,7 +94,8 @@ class WorkerHalf:
     def start_loads(self, context: ForwardContext) -> None:
         """Called before the forward in a gated step, after it in any other."""
         if self.engine is not None:
-            self.engine.start_loads(layerwise=forward_gate_mode(context) is GateMode.LAYERWISE)
+            layerwise = self._hooks_tell_layers and forward_gate_mode(context) is GateMode.LAYERWISE
+            self.engine.start_loads(layerwise=layerwise)
 
     def before_layer(self, name: str) -> None:
         """A layer's attention is about to read its KV."""
@@ -103,7 +104,7 @@ class WorkerHalf:
 
     def after_layer(self, name: str) -> None:
         """A layer's attention is queued."""
-        if self._gate is not None and self._saves_in_hooks:
+        if self._gate is not None and self._hooks_tell_layers:
             self._gate.after(name)
 
     def end_step(self) -> None:

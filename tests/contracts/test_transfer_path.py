@@ -135,3 +135,51 @@ def test_a_layer_that_does_not_run_in_a_step_is_gated_for_later_ones(api: FakeCu
     rig.read(LAYERS - 1, [4], seen)
     api.run(random.Random(seed).choice)
     assert set(seen[LAYERS - 1].view(torch.uint8).flatten().tolist()) == {3}
+
+
+@PATHS
+@pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "whole"])
+def test_a_load_that_is_done_before_its_gates_are_reached_is_reported_later(
+    api: FakeCuda, pieces: int, hooks: bool
+) -> None:
+    """As on a GPU whose compute is behind: times of gates that were not passed yet cannot be asked for."""
+    rig = make_rig(api, pieces=pieces)
+    engine = rig.engine
+    for layer in range(LAYERS):
+        engine.wait_layer(layer)
+    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, [4, 5], [0, 1]),)))
+    engine.start_loads(layerwise=hooks)
+    release = api.hold()
+    for layer in range(LAYERS):
+        engine.wait_layer(layer)
+    engine.end_step()
+    api.run()
+    assert engine.poll() is None
+    release()
+    api.run()
+    assert rig.reports().done == {1: 1}
+
+
+@PATHS
+def test_the_first_layer_is_computed_before_the_last_has_arrived(api: FakeCuda, pieces: int) -> None:
+    rig = make_rig(api, pieces=pieces)
+    engine = rig.engine
+    for layer in range(LAYERS):
+        engine.wait_layer(layer)
+    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, [4], [0]),)))
+    engine.start_loads(layerwise=True)
+    engine.wait_layer(0)
+    seen: dict[int, torch.Tensor] = {}
+    rig.read(0, [4], seen)
+    # The compute stream goes as soon as it can, and the load only as far as that takes.
+    compute = api.current_stream()
+    while 0 not in seen:
+        ready = [stream for stream in api.streams if stream.runnable()]
+        stream = compute if compute in ready else ready[0]
+        stream.pending.popleft()[1]()
+    assert any(stream.pending for stream in api.streams), "the whole load was waited for"
+    for layer in range(1, LAYERS):
+        engine.wait_layer(layer)
+    engine.end_step()
+    api.run()
+    assert rig.reports().done == {1: 1}

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from layerstream.errors import ConfigError, GeometryError
-from layerstream.hooks.vllm.compat import unsupported
+from layerstream.hooks.vllm.compat import hooks_tell_layers, unsupported
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.register import NAME, register
@@ -122,6 +122,7 @@ def test_layers_outside_the_group_are_left_alone(tmp_path: Path) -> None:
 def test_ranks_that_disagree_on_chunks_are_refused(tmp_path: Path) -> None:
     rig = SchedulerRig(tmp_path, options=OPTIONS)
     shake: Any = rig.workers[0].get_handshake_metadata()
+    rig.connector.scheduler._world_size = 2
     other = type(shake)(msgspec.structs.replace(shake.info, chunk_blocks=99))
     with pytest.raises(GeometryError, match=r"ranks chose chunks of \[16, 99\] blocks"):
         rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (0, 1): other})
@@ -131,12 +132,50 @@ def test_ranks_that_disagree_on_chunks_are_refused(tmp_path: Path) -> None:
 def test_the_smallest_pool_of_all_ranks_counts(tmp_path: Path) -> None:
     rig = SchedulerRig(tmp_path, options={**OPTIONS, "host_gib": 0.001})
     shake: Any = rig.workers[0].get_handshake_metadata()
+    rig.config.parallel_config.world_size = 2
     fresh = LayerStreamConnector(rig.config, KVConnectorRole.SCHEDULER, rig.cache)
     smaller = type(shake)(msgspec.structs.replace(shake.info, pool_slots=3))
     fresh.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (1, 0): smaller})
     assert fresh.scheduler._coordinator is not None
     assert fresh.scheduler._coordinator.pool_slots == 3
     rig.close()
+
+
+def test_a_rank_without_a_pool_stops_the_start(tmp_path: Path) -> None:
+    rig = SchedulerRig(tmp_path, options=OPTIONS, ranks=2)
+    fresh = LayerStreamConnector(rig.config, KVConnectorRole.SCHEDULER, rig.cache)
+    shake: Any = rig.workers[0].get_handshake_metadata()
+    with pytest.raises(GeometryError, match="1 of 2 ranks have set up a host pool"):
+        fresh.set_xfer_handshake_metadata_pp_aware({(0, 0): shake})
+    rig.close()
+
+
+def test_handshakes_of_another_connector_turn_it_off_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make(tmp_path, OPTIONS, KVConnectorRole.SCHEDULER, cache_config(full()))
+    caplog.clear()
+    other: Any = object()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): other})
+    assert "list LayerStreamConnector first" in caplog.text
+
+
+def test_blocks_hashed_in_other_pieces_are_not_supported(tmp_path: Path) -> None:
+    cache = cache_config(full())
+    cache.hash_block_size = BLOCK // 2
+    reason = unsupported(vllm_config(tmp_path, OPTIONS, 8, 64, True), cache)
+    assert reason == "blocks are hashed every 8 tokens and hold 16; the two must be equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "tells"),
+    [("seed", 0, True), ("speculative_config", object(), False), ("enable_dbo", True, False)],
+    ids=["plain", "drafter", "micro-batches"],
+)
+def test_hooks_are_counted_on_only_where_each_runs_once(tmp_path: Path, name: str, value: Any, tells: bool) -> None:
+    config = vllm_config(tmp_path, OPTIONS, 8, 64, True)
+    object.__setattr__(config if name == "speculative_config" else config.parallel_config, name, value)
+    assert hooks_tell_layers(config) is tells
 
 
 def test_the_namespace_follows_the_engine(tmp_path: Path) -> None:

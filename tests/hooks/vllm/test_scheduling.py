@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes
 
@@ -205,3 +208,174 @@ def test_random_traffic(make_rig: MakeRig, mode: str, seed: int) -> None:
     assert_idle(rig, num_blocks=40)
     hit_requests = sum(hit > 0 for hit in rig.hits.values())
     assert hit_requests > 5
+
+
+def break_scatter(rig: SchedulerRig) -> None:
+    """From here on every load of the first rank fails."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no such memory")
+
+    engine = rig.workers[0].worker.engine
+    assert engine is not None
+    engine._path._scatter = broken  # type: ignore[attr-defined]
+
+
+def silence(rig: SchedulerRig) -> None:
+    """From here on nothing is moved and nothing reported by the first rank."""
+    engine = rig.workers[0].worker.engine
+    assert engine is not None
+    engine._path.load_layer = lambda *_, **__: None  # type: ignore[method-assign]
+    engine.poll = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("fault", ["rank fails", "rank hangs"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_parked_load_is_never_served_as_if_it_had_arrived(
+    make_rig: MakeRig, policy: str, fault: str, ranks: int
+) -> None:
+    rig = make_rig(options={"load_mode": "parked"}, ranks=ranks)
+    rig.scheduler.recompute_kv_load_failures = policy == "recompute"
+    ids = prompt(200)
+    rig.serve("cold", ids)
+    assert rig.scheduler.reset_prefix_cache()
+    half = rig.connector.scheduler
+    if fault == "rank fails":
+        break_scatter(rig)
+    else:
+        silence(rig)
+    rig.add("warm", ids)
+    for step in range(40):
+        if fault == "rank hangs" and step == 3:
+            half._seconds += 100.0
+        if not rig.step().num_scheduled_tokens:
+            time.sleep(0.001)
+    if policy == "fail":
+        assert rig.requests["warm"].status is RequestStatus.FINISHED_ERROR
+    else:
+        assert rig.hits["warm"] == 0
+        assert rig.outputs["warm"] == rig.outputs["cold"]
+    # Nothing is offered any more: the next request is computed.
+    rig.scheduler.reset_prefix_cache()
+    rig.add("next", ids)
+    for _ in range(10):
+        rig.step()
+    assert rig.outputs["next"] == rig.outputs["cold"]
+
+
+def test_after_a_failed_save_requests_are_served_without_the_pool(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    ids = prompt(100)
+    rig.serve("saved", ids)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no such memory")
+
+    engine = rig.workers[0].worker.engine
+    assert engine is not None
+    engine._path._gather = broken  # type: ignore[attr-defined]
+    rig.serve("not saved", prompt(100, seed=5))
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("again", ids) == 0
+    assert rig.outputs["again"] == rig.outputs["saved"]
+    assert_idle(rig)
+
+
+def test_a_long_step_does_not_expire_a_healthy_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(options={"load_mode": "parked"})
+    ids = prompt(200)
+    rig.serve("cold", ids)
+    assert rig.scheduler.reset_prefix_cache()
+    seconds = [time.monotonic()]
+    clock = SimpleNamespace(monotonic=lambda: seconds[0])
+    monkeypatch.setattr("layerstream.hooks.vllm.scheduler.time", clock)
+    rig.held_back = {0}
+    rig.add("warm", ids)
+    for _ in range(5):
+        rig.step()
+        seconds[0] += 61.0
+    rig.held_back = set()
+    for _ in range(50):
+        if not rig.step().num_scheduled_tokens:
+            time.sleep(0.001)
+    assert rig.hits["warm"] == 12 * BLOCK
+    assert rig.outputs["warm"] == rig.outputs["cold"]
+
+
+def test_blocks_another_connector_failed_to_load_are_not_published(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under MultiConnector: another connector wins the hit, its sync load fails, and vLLM ends the request."""
+    rig = make_rig()
+    rig.scheduler.recompute_kv_load_failures = False
+    ids = prompt(200)
+    bad: set[int] = set()
+    real_match, real_alloc = rig.connector.get_num_new_matched_tokens, rig.connector.update_state_after_alloc
+    real_schedule = rig.scheduler.schedule
+
+    def match(request: Any, local: int) -> tuple[int | None, bool]:
+        real_match(request, local)
+        return 96, False
+
+    def allocated(request: Any, blocks: Any, _: int) -> None:
+        real_alloc(request, blocks, 0)
+
+    def schedule() -> Any:
+        output = real_schedule()
+        bad.clear()
+        if "failing" in output.num_scheduled_tokens:
+            bad.update(rig.scheduler.kv_cache_manager.get_block_ids("failing")[0][:6])
+        return output
+
+    with monkeypatch.context() as other:
+        other.setattr(rig.connector, "get_num_new_matched_tokens", match)
+        other.setattr(rig.connector, "update_state_after_alloc", allocated)
+        other.setattr(rig.workers[0], "get_block_ids_with_load_errors", lambda: set(bad))
+        other.setattr(rig, "_check", lambda *_: None)
+        other.setattr(rig.scheduler, "schedule", schedule)
+        rig.add("failing", ids)
+        for _ in range(5):
+            rig.step()
+    assert rig.requests["failing"].status is RequestStatus.FINISHED_ERROR
+    rig.scheduler.reset_prefix_cache()
+    assert rig.serve("next", ids) == 0
+
+
+def test_a_long_local_hit_is_saved_a_few_blocks_a_step(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(step_tokens=512)
+    coordinator = rig.connector.scheduler._coordinator
+    assert coordinator is not None
+    coordinator.set_slots(coordinator.pool_slots, backlog_blocks=3)
+    ids = prompt(30 * BLOCK)
+    rig.serve("first", ids)
+    coordinator.reset()
+    moved: list[int] = []
+    real_plan = coordinator.plan
+
+    def plan() -> Any:
+        step = real_plan()
+        moved.append(sum(len(job.block_ids) for job in step.jobs) if step is not None else 0)
+        return step
+
+    monkeypatch.setattr(coordinator, "plan", plan)
+    rig.serve("second", ids, max_tokens=15)
+    assert 0 < max(moved) <= 3 + 1
+    assert sum(moved) >= 30
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("third", ids) == 29 * BLOCK
+
+
+def test_finished_requests_are_forgotten(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for index in range(5):
+        rig.serve(f"r{index}", prompt(60, seed=index))
+    rig.add("aborted", prompt(90, seed=9), max_tokens=20)
+    rig.step()
+    rig.abort("aborted")
+    rig.run()
+    half = rig.connector.scheduler
+    assert half._requests == {}
+    assert half._asked == {}
+    assert half._coordinator is not None
+    assert half._coordinator._requests == {}
