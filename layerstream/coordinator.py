@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerstream.errors import PoolError, TransferError
+from layerstream.flights import Flight, Flights
 from layerstream.index import PrefixIndex, Span
-from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.jobs import JobKind, Report, StepPlan
 from layerstream.metrics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -60,20 +61,6 @@ class _Request:
     """Epoch in which its parked load began, until the admission that starts with what was loaded."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A job some rank has not answered for yet, and what it keeps from being reused."""
-
-    job: Job
-    spans: list[Span]
-    wanted: bytes | None = None
-    """Parked loads: hash of the first block they bring."""
-    deadline: float = float("inf")
-    """On the coordinator's clock; set when the job leaves for the ranks."""
-    answers: int = 0
-    failed: bool = False
-
-
 class Coordinator:
     """Requests to jobs.
 
@@ -106,22 +93,14 @@ class Coordinator:
         """Number of resets so far."""
         self._chunk_blocks = chunk_blocks
         self._block_tokens = block_tokens
-        self._world_size = world_size
         self._save_decode = save_decode
         self._holds = holds
-        self._clock = clock
-        self._job_deadline_s = job_deadline_s
+        self._flights = Flights(world_size=world_size, clock=clock, deadline_s=job_deadline_s)
         self._index: PrefixIndex | None = None
         self._backlog_blocks = sys.maxsize
         self._requests: dict[str, _Request] = {}
-        self._flights: dict[int, _Flight] = {}
-        """Jobs whose report is due, oldest first."""
-        self._overdue: dict[int, _Flight] = {}
-        """Jobs given up, whose memory may still be read or written."""
         self._arriving: dict[bytes, int] = {}
         """First hash of each parked load in flight -> its job."""
-        self._outbox: list[Job] = []
-        self._last_job = 0
         self._last_step = 0
         self._received: list[str] = []
         self._failed: list[str] = []
@@ -143,12 +122,12 @@ class Coordinator:
     @property
     def pending(self) -> bool:
         """Whether a report is due, so that the engine must keep stepping to receive it."""
-        return bool(self._flights)
+        return self._flights.due
 
     @property
     def overdue(self) -> bool:
         """Whether a job was given up and not every rank has answered for it yet: some rank may hang."""
-        return bool(self._overdue)
+        return self._flights.overdue
 
     def distrust(self, block_ids: Collection[int]) -> None:
         """Blocks of the engine turned out to hold no valid KV: what is being saved from them is never published.
@@ -156,9 +135,10 @@ class Coordinator:
         Their requests are saved from anew, once they are valid.
         """
         bad = set(block_ids)
-        for flight in self._flights.values():
+        for flight in self._flights:
             if flight.job.kind is JobKind.SAVE and not bad.isdisjoint(flight.job.block_ids):
                 flight.failed = True
+                self._pool().abandon(flight.spans)
                 request = self._requests.get(flight.job.request_id)
                 if request is not None and request.due != _NEVER:
                     request.cursor = 0
@@ -303,15 +283,11 @@ class Coordinator:
     def plan(self) -> StepPlan | None:
         """The jobs made since the last plan, for the ranks; None if there are none. Also gives up overdue jobs."""
         self.expire()
-        if not self._outbox:
+        jobs = self._flights.depart()
+        if not jobs:
             return None
-        deadline = self._clock() + self._job_deadline_s
-        for job in self._outbox:
-            self._flights[job.job_id].deadline = deadline
         self._last_step += 1
-        plan = StepPlan(step=self._last_step, jobs=tuple(self._outbox))
-        self._outbox.clear()
-        return plan
+        return StepPlan(step=self._last_step, jobs=jobs)
 
     def expire(self) -> None:
         """Give up jobs that were not answered for by their deadline.
@@ -319,17 +295,8 @@ class Coordinator:
         A save is never published, a parked load has failed. What a rank may still touch (slots, pins, held blocks)
         stays out of use until every rank has answered after all.
         """
-        if not self._flights:
-            return
-        now = self._clock()
-        late: list[_Flight] = []
-        for flight in self._flights.values():
-            if flight.deadline > now:
-                break
-            late.append(flight)
-        for flight in late:
+        for flight in self._flights.expire():
             job = flight.job
-            self._overdue[job.job_id] = self._flights.pop(job.job_id)
             self._stats.expired_jobs += 1
             if job.kind is JobKind.SAVE:
                 self._pool().abandon(flight.spans)
@@ -339,8 +306,8 @@ class Coordinator:
             logger.error(
                 "LayerStream: job %d (%s of request %s, %d blocks) was answered by %d of %d ranks within %g s and is "
                 "given up; its memory stays out of use until they answer",
-                job.job_id, job.kind.name, job.request_id, len(job.block_ids), flight.answers, self._world_size,
-                self._job_deadline_s,
+                job.job_id, job.kind.name, job.request_id, len(job.block_ids), flight.answers,
+                self._flights.world_size, self._flights.deadline_s,
             )  # fmt: skip
 
     def report(self, report: Report) -> Outcome:
@@ -352,17 +319,10 @@ class Coordinator:
             TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
         """
         broken: list[str] = []
-        for answers, failed in ((report.done, False), (report.failed, True)):
-            for job_id, ranks in answers.items():
-                flight = self._flights.get(job_id) or self._overdue.get(job_id)
-                if flight is None:
-                    continue
-                flight.failed = flight.failed or failed
-                flight.answers += ranks
-                if flight.answers >= self._world_size:
-                    self._end(flight)
-                    if flight.failed and flight.job.kind is JobKind.LOAD:
-                        broken.append(flight.job.request_id)
+        for flight in self._flights.answer(report):
+            self._end(flight)
+            if flight.failed and flight.job.kind is JobKind.LOAD:
+                broken.append(flight.job.request_id)
         if broken:
             raise TransferError(
                 f"KV blocks of request(s) {', '.join(broken)} could not be loaded after their step had been scheduled; "
@@ -400,7 +360,7 @@ class Coordinator:
             self._index.clear()
         for request in self._requests.values():
             request.due = _NEVER
-        return not self._flights
+        return not self._flights.due
 
     def take_stats(self) -> CacheStats:
         """Counts since the last call."""
@@ -440,25 +400,17 @@ class Coordinator:
     def _send(
         self, kind: JobKind, request_id: str, ids: tuple[int, ...], spans: list[Span], wanted: bytes | None = None
     ) -> int:
-        self._last_job += 1
-        job = Job(
-            job_id=self._last_job, kind=kind, request_id=request_id, block_ids=ids, pool_runs=self._pool().runs(spans)
-        )
-        self._flights[job.job_id] = _Flight(job=job, spans=spans, wanted=wanted)
-        self._outbox.append(job)
-        return job.job_id
+        runs = self._pool().runs(spans)
+        return self._flights.add(kind, request_id, ids, pool_runs=runs, spans=spans, wanted=wanted).job_id
 
-    def _landed(self, flight: _Flight) -> None:
+    def _landed(self, flight: Flight) -> None:
         """A parked load has ended or was given up: requests that waited for its blocks need not any more."""
         if flight.wanted is not None and self._arriving.get(flight.wanted) == flight.job.job_id:
             del self._arriving[flight.wanted]
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: Flight) -> None:
         """Every rank has answered: nothing reads or writes the job's memory any more."""
         pool, job = self._pool(), flight.job
-        in_time = self._flights.pop(job.job_id, None) is not None
-        if not in_time:
-            del self._overdue[job.job_id]
         if job.kind is JobKind.SAVE:
             if not flight.failed:
                 # Of a save that was given up this publishes nothing: its spans are abandoned.
@@ -474,6 +426,6 @@ class Coordinator:
         pool.unpin(flight.spans)
         if job.kind is JobKind.PARKED_LOAD:
             self._holds.release(job.block_ids)
-            if in_time:
+            if not flight.overdue:
                 self._landed(flight)
                 (self._failed if flight.failed else self._received).append(job.request_id)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python profiles/gpu_smoke.py
 
-Needs torch, triton and numpy alone. Exits 0 if every check passed, 1 if one failed, 3 if there is no CUDA device.
+Needs torch, triton and numpy alone; where layerstream's other dependencies are there too, a whole engine is run. Exits 0 if every check passed, 1 if one failed, 3 if there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -308,7 +308,61 @@ def staged_round_trip(
     pool.close()
 
 
-CHECKS = (kernels_are_exact, kernels_keep_up, staged_transfers_are_exact)
+def engine_steps_are_exact() -> Iterator[Result]:
+    """A saving and a loading step of the whole worker half, with a compute stream that lags behind its loads."""
+    matrix = torch.randn(4096, 4096, device="cuda")
+
+    def compute() -> None:
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+
+    yield from engine_round_trip("cuda", compute)
+
+
+def engine_round_trip(place: str, compute: Callable[[], None]) -> Iterator[Result]:
+    """The check behind `engine_steps_are_exact`, wherever the engine runs.
+
+    Args:
+        place: torch's name for where the KV cache lies.
+        compute: queues the work of one layer.
+    """
+    try:
+        from layerstream.assembly import build_engine
+        from layerstream.config import StreamConfig
+        from layerstream.jobs import Job, JobKind, StepPlan
+    except ImportError as error:
+        yield Result(what="engine steps", passed=None, note=f"not run: {error}")
+        return
+    layers, blocks = 6, 32
+    cache = torch.randint(-1000, 1000, (layers, blocks, 8, 16, 128), dtype=torch.int16, device=place)
+    before = cache.clone()
+    engine = build_engine(
+        {f"layer.{i}": cache[i] for i in range(layers)},
+        num_blocks=blocks,
+        block_tokens=16,
+        config=StreamConfig.from_extra({"host_gib": 0.1}),
+    )
+    sources, targets = (1, 5, 6, 9), (20, 21, 30, 12)
+    for number, kind, ids in ((1, JobKind.SAVE, sources), (2, JobKind.LOAD, targets)):
+        job = Job(job_id=number, kind=kind, request_id="smoke", block_ids=ids, pool_runs=((3, len(ids)),))
+        engine.begin_step(StepPlan(step=number, jobs=(job,)))
+        engine.start_loads(layerwise=True)
+        for i in range(layers):
+            engine.wait_layer(i)
+            compute()
+            engine.save_layer(i)
+        engine.end_step()
+        deadline = time.monotonic() + 60
+        while (report := engine.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        done = report is not None and report.done == {number: 1}
+        yield Result(what=f"engine step: {kind.name.lower()} is reported", passed=done)
+    exact = all(torch.equal(cache[:, there], before[:, here]) for here, there in zip(sources, targets, strict=True))
+    yield Result(what="engine steps are exact", passed=exact)
+    yield Result(what="engine closes in time", passed=engine.close(10.0))
+
+
+CHECKS = (kernels_are_exact, kernels_keep_up, staged_transfers_are_exact, engine_steps_are_exact)
 
 
 def main() -> int:

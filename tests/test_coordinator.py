@@ -737,3 +737,17 @@ def test_neighbouring_pages_are_one_run() -> None:
     rig = Rig(chunk_blocks=4)
     (job,) = rig.save("a", chain(range(10)))
     assert job.pool_runs == ((0, 10),)
+
+
+def test_blocks_that_hold_no_valid_kv_are_never_published_and_are_saved_anew() -> None:
+    rig = Rig(slots=4)
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    job = rig.job()
+    rig.coordinator.distrust({job.block_ids[2]})
+    rig.done(job)
+    assert rig.hit(prompt) == 0
+    assert rig.coordinator.pool_used == 0
+    rig.observe("a", prompt)
+    assert len(rig.job().block_ids) == 4

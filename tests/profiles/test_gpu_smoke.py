@@ -62,6 +62,12 @@ def test_wrong_transfers_fail(smoke: ModuleType) -> None:
     assert verdicts["other blocks are untouched"] is False
 
 
+def test_engine_steps_pass_where_there_is_an_engine(smoke: ModuleType) -> None:
+    verdicts = {result.what: result.passed for result in smoke.engine_round_trip("cpu", lambda: None)}
+    assert len(verdicts) == 4
+    assert set(verdicts.values()) == {True}
+
+
 def test_without_a_gpu_it_says_so(smoke: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: `make gpu-smoke` is the test")

@@ -140,3 +140,28 @@ def test_hooks_without_metadata_do_nothing(rig: SecondRunnerRig) -> None:
         worker.wait_for_save()
     assert worker.build_connector_worker_meta() is None
     assert len(rig.layers) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("mode", "layerwise"),
+    [(CUDAGraphMode.PIECEWISE, True), (CUDAGraphMode.NONE, True), (CUDAGraphMode.FULL, False)],
+)
+def test_loads_are_gated_layer_by_layer_exactly_where_hooks_run(
+    rig: SecondRunnerRig, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, layerwise: bool
+) -> None:
+    rig.serve("cold", range(2, 100))
+    assert rig.scheduler.reset_prefix_cache()
+    engine = rig.workers[0].worker.engine
+    assert engine is not None
+    asked: list[bool] = []
+    start_loads = engine.start_loads
+
+    def spy(*, layerwise: bool) -> None:
+        if engine._gated is not None:
+            asked.append(layerwise)
+        start_loads(layerwise=layerwise)
+
+    monkeypatch.setattr(engine, "start_loads", spy)
+    rig.mode = mode
+    assert rig.serve("warm", range(2, 100)) == 6 * BLOCK
+    assert asked == [layerwise]
