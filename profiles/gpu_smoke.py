@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python profiles/gpu_smoke.py
 
-Needs torch, triton and numpy alone; where layerstream's other dependencies are there too, a whole engine is run. Exits 0 if every check passed, 1 if one failed, 3 if there is no CUDA device.
+Needs torch, triton and numpy alone; where layerstream's other dependencies are there too, a whole engine is run.
+Exits 0 if every check passed, 1 if one failed, 3 if there is no CUDA device.
 """
 
 from __future__ import annotations
