@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 1 << 30
 """Default size of a segment: the unit of registration and of failure."""
 PIN_BYTES = 256 << 20
-"""Most bytes registered by one call: a call holds the process's memory map and the driver for as long as it takes."""
+"""Bytes registered by one call, unless one layer is larger: a call holds the memory map and the driver meanwhile."""
 ALIGNMENT = 4096
 """Layers start on multiples of this within a segment: the memory page, and what O_DIRECT asks for."""
 
@@ -81,7 +81,9 @@ class HostPool:
                 f"a host pool of {budget_bytes / 2**30:.3f} GiB cannot hold one chunk of {chunk_blocks} blocks; "
                 f"set host_gib to at least {math.ceil(slot_bytes / 2**30 * 1000) / 1000}"
             )
-        limit = max(slot_bytes, min(segment_bytes, budget_bytes))
+        # A copy must not span two registrations, so no layer of a segment may be larger than one.
+        registrable = PIN_BYTES * sum(page_bytes) // max(page_bytes)
+        limit = max(slot_bytes, min(segment_bytes, budget_bytes, registrable))
         segments = min(-(-budget_bytes // limit), budget_bytes // slot_bytes)
         self._slots_per_segment = self._slots_within(min(limit, budget_bytes // segments))
         offsets = self._segment_layout(self._slots_per_segment)
@@ -193,8 +195,8 @@ class HostPool:
                     self._unregister_all()
                     logger.warning(
                         "Cannot pin the host pool: %d MiB were refused after %d pieces. It stays in plain memory: "
-                        "transfers are right but slower, and cannot overlap as well. Lower host_gib, raise the "
-                        "locked-memory limit (ulimit -l) or give the container IPC_LOCK.",
+                        "transfers are right but slower, and the host waits for each save. Lower host_gib or give "
+                        "the container IPC_LOCK.",
                         nbytes >> 20,
                         refused,
                     )
@@ -204,7 +206,7 @@ class HostPool:
     def _pin_pieces(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what is registered by one call: whole layers, joined while they stay within PIN_BYTES.
 
-        A layer is cut only if it is larger by itself, so that copies seldom span two registrations.
+        A layer is never cut: a copy must not span two registrations. Only a slot can make one larger than PIN_BYTES.
         """
         pieces: list[tuple[int, int]] = []
         start = 0
@@ -212,9 +214,6 @@ class HostPool:
             if start < layer and following - start > PIN_BYTES:
                 pieces.append((start, layer - start))
                 start = layer
-            while following - start > PIN_BYTES:
-                pieces.append((start, PIN_BYTES))
-                start += PIN_BYTES
         pieces.append((start, self._segment_bytes - start))
         return pieces
 
