@@ -60,10 +60,11 @@ class SchedulerRig:
         step_tokens: int = 128,
         ranks: int = 1,
         prefix_caching: bool = True,
+        kv_role: str = "kv_both",
     ) -> None:
         register()
         init_none_hash(sha256)
-        self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching)
+        self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role)
         self.config.parallel_config.world_size = ranks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
         self.layers = [f"model.layers.{index}.attn" for index in range(LAYERS)]
@@ -227,7 +228,12 @@ class SchedulerRig:
 
 
 def vllm_config(
-    folder: Path, options: dict[str, Any], num_blocks: int, step_tokens: int, prefix_caching: bool
+    folder: Path,
+    options: dict[str, Any],
+    num_blocks: int,
+    step_tokens: int,
+    prefix_caching: bool,
+    kv_role: str = "kv_both",
 ) -> VllmConfig:
     (folder / "config.json").write_text(
         json.dumps(
@@ -257,7 +263,7 @@ def vllm_config(
         ),
         cache_config=cache,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="LayerStreamConnector", kv_role="kv_both", kv_connector_extra_config=options
+            kv_connector="LayerStreamConnector", kv_role=kv_role, kv_connector_extra_config=options
         ),
         device_config=DeviceConfig("cpu"),
     )

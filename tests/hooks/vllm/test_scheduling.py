@@ -379,3 +379,14 @@ def test_finished_requests_are_forgotten(make_rig: MakeRig) -> None:
     assert half._asked == {}
     assert half._coordinator is not None
     assert half._coordinator._requests == {}
+
+
+@pytest.mark.parametrize(("role", "used"), [("kv_both", True), ("kv_producer", True), ("kv_consumer", False)])
+def test_the_role_says_who_saves(make_rig: MakeRig, role: str, used: bool) -> None:
+    rig = make_rig(kv_role=role)
+    ids = prompt(100)
+    rig.serve("cold", ids)
+    assert rig.connector.scheduler._coordinator is not None
+    assert (rig.connector.scheduler._coordinator.pool_used > 0) is used
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.serve("again", ids) == (6 * BLOCK if role == "kv_both" else 0)
