@@ -57,6 +57,9 @@ class CacheStats(msgspec.Struct, kw_only=True):
     expired_jobs: int = 0
     """Jobs whose report did not come by the deadline."""
 
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__struct_fields__)
+
 
 def _rate(nbytes: int, seconds: float) -> str:
     if not nbytes:

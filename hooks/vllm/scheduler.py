@@ -13,7 +13,7 @@ from layerstream.errors import GeometryError
 from layerstream.hooks.vllm.compat import cache_group, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
-from layerstream.metrics import CacheStats, TransferStats, interval_line
+from layerstream.metrics import TransferStats, interval_line
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,14 +59,13 @@ class SchedulerHalf:
         self._holds = BlockPoolHolds()
         self._requests: dict[str, Request] = {}
         self._asked: dict[str, int] = {}
-        self._cache, self._moved = CacheStats(), TransferStats()
+        self._moved = TransferStats()
         self._logged_at = time.monotonic()
         self._failed: set[str] = set()
         """Parked requests whose load has failed, and whom no rank was told of yet."""
         self._off: str | None = None
         """Why nothing is loaded or saved any more; None while all is well."""
         self._seconds, self._stepped_at = 0.0, time.monotonic()
-        self._step = 0
         self._coordinator: Coordinator | None = None
         reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
@@ -179,7 +178,6 @@ class SchedulerHalf:
 
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Loads taken up since the last step, and saves of blocks that this step fills."""
-        self._step += 1
         coordinator = self._coordinator
         if coordinator is None:
             return StepMetadata(None)
@@ -261,11 +259,11 @@ class SchedulerHalf:
         if self._coordinator is None or interval == 0 or (now - self._logged_at < interval and not last):
             return
         self._logged_at = now
-        self._cache = self._coordinator.take_stats()
-        if self._moved or any(getattr(self._cache, name) for name in CacheStats.__struct_fields__):
+        cache = self._coordinator.take_stats()
+        if self._moved or cache:
             logger.info(
                 interval_line(
-                    self._cache,
+                    cache,
                     self._moved,
                     pool_used=self._coordinator.pool_used,
                     pool_slots=self._coordinator.pool_slots,
