@@ -15,7 +15,7 @@ import torch
 from layerstream.engine import StreamEngine
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.geometry import KVGeometry, layer_pages
-from layerstream.host_budget import default_budget
+from layerstream.host_budget import asked_budget, default_budget
 from layerstream.host_pool import HostPool, Pinner
 from layerstream.pipeline.staged import StagedPath
 from layerstream.pipeline.zero_copy import ZeroCopyPath
@@ -87,10 +87,8 @@ def build_engine(
     zero_copy = _is_zero_copy(config, next(iter(tensors.values())).device.type)
     storages = [storage_bytes(tensor) for tensor in tensors.values()]
     device, pinner, gather, scatter = _open_device(storages[0].device)
-    if config.host_gib is not None:
-        budget = int(config.host_gib * (1 << 30))
-    else:
-        budget = default_budget(local_ranks=local_ranks)
+    asked = config.host_gib
+    budget = default_budget(local_ranks=local_ranks) if asked is None else asked_budget(asked)
     pool = HostPool(
         page_bytes=[layer.page_bytes for layer in geometry.layers],
         chunk_blocks=config.chunk_blocks(block_tokens),

@@ -205,7 +205,7 @@ def load_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); give a local model folder or Hugging Face config.json"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON ({error}); give a model folder or a Hugging Face config.json") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a JSON {type(config).__name__}; a Hugging Face config is an object")

@@ -65,7 +65,9 @@ class StreamConfig:
         ConfigError: one or more values cannot be used; every one of them is named.
     """
 
-    host_gib: float | None = _option(None, "a number > 0, or null", lambda v: v is None or (_is_number(v) and v > 0))
+    host_gib: float | None = _option(
+        None, "a number > 0 and <= 1048576, or null", lambda v: v is None or (_is_number(v) and 0 < v <= 1 << 20)
+    )
     """Host memory for the pool in GiB, per rank; null chooses at start from the memory that is available."""
     chunk_tokens: int = _option(256, "an integer >= 1", lambda v: _is_int(v) and v >= 1)
     """Tokens of one prefix that are kept and evicted together, rounded down to whole blocks, never below one."""

@@ -273,12 +273,16 @@ class Coordinator:
         request.due = self._due(request)
         if start == stop:
             return
-        ids = tuple(block_ids()[start:stop])
-        spans = self._index.reserve(hashes, start, stop)
+        room, spans = stop, self._index.reserve(hashes, start, stop)
+        while spans is None and room - start > self._chunk_blocks:
+            # A head of the prompt is worth having where all of it does not fit.
+            room = start + (room - start) // 2
+            spans = self._index.reserve(hashes, start, room)
         if spans is None:
             self._stats.dropped_blocks += stop - start
         else:
-            self._send(JobKind.SAVE, request_id, ids, spans)
+            self._stats.dropped_blocks += stop - room
+            self._send(JobKind.SAVE, request_id, tuple(block_ids()[start:room]), spans)
 
     def plan(self) -> StepPlan | None:
         """The jobs made since the last plan, for the ranks; None if there are none. Also gives up overdue jobs."""

@@ -11,21 +11,18 @@ BUDGET_SHARE = 0.25
 """Part of the available memory that the ranks of one machine take together when nobody says how much."""
 
 
-def default_budget(
+def available_memory(
     *,
-    local_ranks: int,
     meminfo: Path = Path("/proc/meminfo"),
     own_cgroup: Path = Path("/proc/self/cgroup"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int:
-    """Bytes for one rank's pool when `host_gib` is not set.
+    """Bytes this process could still take without pushing anything out.
 
-    A quarter of the memory that is available to this process, shared between the machine's ranks. Available is the
-    least of MemAvailable and, for the process's cgroup and each of its ancestors, limit - usage + inactive page cache
-    (the kernel drops that first; a freshly read checkpoint fills it).
+    The least of MemAvailable and, for the process's cgroup and each of its ancestors, limit - usage + inactive page
+    cache (the kernel drops that first; a freshly read checkpoint fills it).
 
     Args:
-        local_ranks: ranks on this machine that make a pool each.
         meminfo: where the kernel says what is free.
         own_cgroup: where it says which cgroup this process is in.
         cgroups: where the cgroup file system is mounted (v2, or v1 with its `memory` folder).
@@ -38,7 +35,34 @@ def default_budget(
         available = int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError) as error:
         raise PoolError(f"{meminfo} does not tell how much memory is available ({error!r}); set host_gib") from error
-    return int(min([available, *_cgroup_headroom(own_cgroup, cgroups)]) * BUDGET_SHARE) // local_ranks
+    return min([available, *_cgroup_headroom(own_cgroup, cgroups)])
+
+
+def default_budget(*, local_ranks: int) -> int:
+    """Bytes for one rank's pool when `host_gib` is not set: a quarter of the available memory, shared between ranks.
+
+    Args:
+        local_ranks: ranks on this machine that make a pool each.
+
+    Raises:
+        PoolError: the system does not say how much memory is available.
+    """
+    return int(available_memory() * BUDGET_SHARE) // local_ranks
+
+
+def asked_budget(host_gib: float) -> int:
+    """Bytes for one rank's pool when `host_gib` is set.
+
+    Raises:
+        PoolError: that is more than the available memory: the pool would end the process once it filled.
+    """
+    budget, available = int(host_gib * (1 << 30)), available_memory()
+    if budget > available:
+        raise PoolError(
+            f"LayerStream: host_gib asks for {host_gib:g} GiB a rank and {available / (1 << 30):.2f} GiB are available; ask "
+            "for less, or leave it out for a quarter of what is available"
+        )
+    return budget
 
 
 def _cgroup_headroom(own_cgroup: Path, cgroups: Path) -> list[int]:

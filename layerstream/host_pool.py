@@ -78,8 +78,8 @@ class HostPool:
         slot_bytes = self._segment_layout(1)[-1]
         if budget_bytes < slot_bytes:
             raise PoolError(
-                f"a host pool of {budget_bytes / 2**30:.3f} GiB cannot hold one chunk of {chunk_blocks} blocks; "
-                f"set host_gib to at least {math.ceil(slot_bytes / 2**30 * 1000) / 1000}"
+                f"LayerStream: a host pool of {budget_bytes / 2**30:.3g} GiB cannot hold one chunk of {chunk_blocks} "
+                f"blocks; set host_gib to at least {math.ceil(slot_bytes / 2**30 * 1000) / 1000}"
             )
         # A copy must not span two registrations, so no layer of a segment may be larger than one.
         registrable = PIN_BYTES * sum(page_bytes) // max(page_bytes)

@@ -80,7 +80,7 @@ def interval_line(cache: CacheStats, moved: TransferStats, *, pool_used: int, po
         f"pool {pool_used}/{pool_slots} slots",
     ]
     for count, what in (
-        (cache.dropped_blocks, "blocks not saved: pool full"),
+        (cache.dropped_blocks, "blocks not saved: no room"),
         (cache.evicted_chunks, "chunks evicted"),
         (cache.expired_jobs, "jobs expired"),
         (moved.verified_blocks, "blocks verified"),

@@ -32,7 +32,7 @@ GOOD: dict[str, list[Any]] = {
 }
 NUMBERS_REFUSED = [True, False, "1", float("nan"), float("inf"), -float("inf"), 10**400, -1, [], {}]
 BAD: dict[str, list[Any]] = {
-    "host_gib": [*NUMBERS_REFUSED, 0, 0.0],
+    "host_gib": [*NUMBERS_REFUSED, 0, 0.0, 1e300, 1048577],
     "chunk_tokens": [*NUMBERS_REFUSED[:6], 0, -1, 256.0, None, []],
     "load_mode": ["Auto", "", None, True, 0, ["auto"], {}],
     "save_decode": ["true", 1, 0, None, []],

@@ -366,19 +366,19 @@ def test_a_full_pool_drops_saves_and_works_again() -> None:
 
 def test_a_request_without_room_does_not_keep_the_others_from_saving() -> None:
     """Field report B51."""
-    rig = Rig(slots=4)
-    big, one, two = chain(range(20)), chain("one"), chain("two")
+    rig = Rig(slots=5)
+    big, one, two = chain(range(24)), chain("one"), chain("two")
     for name, prompt in (("big", big), ("one", one), ("two", two)):
         rig.admit(name, prompt)
         rig.observe(name, prompt)
     jobs = rig.jobs()
-    assert [job.request_id for job in jobs] == ["one", "two"]
+    assert [(job.request_id, len(job.block_ids)) for job in jobs] == [("big", 12), ("one", 3), ("two", 3)]
     rig.done(*jobs)
-    assert rig.hit(one) == rig.hit(two) == 3 and rig.hit(big) == 0
-    longer = chain([*range(20), "more"])
+    assert rig.hit(one) == rig.hit(two) == 3 and rig.hit(big) == 12
+    longer = chain([*range(24), "more"])
     rig.observe("big", longer)
     assert rig.jobs() == (), "what follows a dropped block can never be found"
-    assert rig.coordinator.take_stats().dropped_blocks == 21
+    assert rig.coordinator.take_stats().dropped_blocks == 13
 
 
 def test_a_block_is_a_hit_only_after_every_rank() -> None:
@@ -751,3 +751,13 @@ def test_blocks_that_hold_no_valid_kv_are_never_published_and_are_saved_anew() -
     assert rig.coordinator.pool_used == 0
     rig.observe("a", prompt)
     assert len(rig.job().block_ids) == 4
+
+
+def test_of_a_prompt_longer_than_the_pool_a_head_is_saved() -> None:
+    rig = Rig(slots=3)
+    prompt = chain(range(40))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    saved = len(rig.job().block_ids)
+    assert saved == 10
+    assert rig.coordinator.take_stats().dropped_blocks == 40 - saved

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstream import host_budget
 from layerstream.errors import PoolError
-from layerstream.host_budget import default_budget
+from layerstream.host_budget import asked_budget, available_memory, default_budget
 
 
 class Machine:
@@ -25,14 +26,13 @@ class Machine:
         for name, text in files.items():
             (folder / f"memory.{name}").write_text(text)
 
+    def available(self) -> int:
+        return available_memory(meminfo=self.meminfo, own_cgroup=self.own_cgroup, cgroups=self.cgroups)
+
     def gib(self, *, local_ranks: int = 1) -> float:
-        budget = default_budget(
-            local_ranks=local_ranks,
-            meminfo=self.meminfo,
-            own_cgroup=self.own_cgroup,
-            cgroups=self.cgroups,
-        )
-        return budget / 2**30
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_budget, "available_memory", self.available)
+            return default_budget(local_ranks=local_ranks) / 2**30
 
 
 @pytest.fixture
@@ -90,3 +90,10 @@ def test_a_system_that_does_not_say(machine: Machine, text: str) -> None:
     machine.meminfo.write_text(text)
     with pytest.raises(PoolError, match="set host_gib"):
         machine.gib()
+
+
+def test_a_pool_larger_than_the_available_memory_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_budget, "available_memory", machine.available)
+    assert asked_budget(64) == 64 * GIB
+    with pytest.raises(PoolError, match=r"host_gib asks for 4000 GiB a rank and 64\.00 GiB are available"):
+        asked_budget(4000)

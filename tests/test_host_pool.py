@@ -106,7 +106,7 @@ def test_a_span_may_not_leave_its_segment() -> None:
 
 
 def test_too_small_a_budget_says_what_would_do() -> None:
-    with pytest.raises(PoolError, match=r"0\.016 GiB cannot hold one chunk of 64 blocks.*at least 0\.063"):
+    with pytest.raises(PoolError, match=r"0\.0156 GiB cannot hold one chunk of 64 blocks.*at least 0\.063"):
         HostPool(page_bytes=[MIB], chunk_blocks=64, budget_bytes=16 * MIB)
     assert HostPool(page_bytes=[MIB], chunk_blocks=64, budget_bytes=int(0.063 * 2**30)).slots == 1
 

@@ -68,7 +68,7 @@ def test_line_of_a_busy_interval() -> None:
     )
     assert interval_line(cache, moved, pool_used=30, pool_slots=64) == (
         "LayerStream: hit 4000/5000 tokens, loaded 2000.0 MB at 20.00 GB/s, saved 64.5 MB at 6.45 GB/s, "
-        "overlap 0.950, exposed stall 4.00 ms, pool 30/64 slots, 3 blocks not saved: pool full, 2 chunks evicted, "
+        "overlap 0.950, exposed stall 4.00 ms, pool 30/64 slots, 3 blocks not saved: no room, 2 chunks evicted, "
         "1 jobs expired, 258 blocks verified"
     )
 

@@ -43,6 +43,8 @@ def run(
 
         pool_bytes, pool_origin = default_budget(local_ranks=tp * pp), "this machine's default"
     else:
+        if not 0 < pool_gib <= 1 << 20:
+            raise ConfigError(f"--pool-gib {pool_gib:g}: a pool has more than 0 and at most 1048576 GiB")
         pool_bytes, pool_origin = int(pool_gib * GIB), "as given"
     if pool_bytes < capacity.block_bytes:
         raise ConfigError(
