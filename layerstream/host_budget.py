@@ -59,8 +59,8 @@ def asked_budget(host_gib: float) -> int:
     budget, available = int(host_gib * (1 << 30)), available_memory()
     if budget > available:
         raise PoolError(
-            f"LayerStream: host_gib asks for {host_gib:g} GiB a rank and {available / (1 << 30):.2f} GiB are available; ask "
-            "for less, or leave it out for a quarter of what is available"
+            f"LayerStream: host_gib asks for {host_gib:g} GiB a rank, and {available / (1 << 30):.2f} GiB are free; "
+            "ask for less, or leave it out for a quarter of that"
         )
     return budget
 

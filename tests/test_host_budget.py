@@ -95,5 +95,5 @@ def test_a_system_that_does_not_say(machine: Machine, text: str) -> None:
 def test_a_pool_larger_than_the_available_memory_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_budget, "available_memory", machine.available)
     assert asked_budget(64) == 64 * GIB
-    with pytest.raises(PoolError, match=r"host_gib asks for 4000 GiB a rank and 64\.00 GiB are available"):
+    with pytest.raises(PoolError, match=r"host_gib asks for 4000 GiB a rank, and 64\.00 GiB are free"):
         asked_budget(4000)
