@@ -10,6 +10,7 @@ import torch
 from layerstream.assembly import _is_zero_copy, build_engine, kv_geometry
 from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError, GeometryError
+from layerstream.geometry import LayerPages
 
 TENSORS = {"layer": torch.zeros(4, 2, 16)}
 
@@ -64,3 +65,27 @@ def test_a_trace_folder_that_cannot_be_made_is_one_clear_error(tmp_path: object)
             block_tokens=2,
             config=StreamConfig.from_extra({"host_gib": 0.001, "trace_dir": "/proc/no/such"}),
         )
+
+
+def test_kernels_are_warmed_up_once_a_layout_and_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerstream.kernels import reference
+
+    warmed: list[tuple[str, list[int]]] = []
+
+    def spy(name: str) -> None:
+        real = getattr(reference, name)
+
+        def kernel(dst: torch.Tensor, src: torch.Tensor, layer: LayerPages, blocks: torch.Tensor) -> None:
+            warmed.append((name, blocks.tolist()))
+            real(dst, src, layer, blocks)
+
+        monkeypatch.setattr(reference, name, kernel)
+
+    spy("gather_pages")
+    spy("scatter_pages")
+    tensors = {"a": torch.ones(4, 2, 16), "b": torch.ones(4, 2, 16), "wider": torch.ones(4, 2, 32)}
+    config = StreamConfig.from_extra({"host_gib": 0.001})
+    engine = build_engine(tensors, num_blocks=4, block_tokens=2, config=config)
+    assert warmed == 2 * [("gather_pages", [-1]), ("scatter_pages", [-1])]
+    assert all(bool((tensor == 1).all()) for tensor in tensors.values())
+    assert engine.close(5.0)

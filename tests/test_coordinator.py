@@ -761,3 +761,19 @@ def test_of_a_prompt_longer_than_the_pool_a_head_is_saved() -> None:
     saved = len(rig.job().block_ids)
     assert saved == 10
     assert rig.coordinator.take_stats().dropped_blocks == 40 - saved
+
+
+def test_distrusted_blocks_are_saved_anew_before_the_ranks_have_answered() -> None:
+    rig = Rig(slots=4)
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    rig.observe("a", prompt)
+    bad = rig.job()
+    rig.coordinator.distrust(set(bad.block_ids))
+    rig.observe("a", prompt)
+    good = rig.job()
+    assert len(good.block_ids) == 4
+    rig.done(bad)
+    assert rig.hit(prompt) == 0
+    rig.done(good)
+    assert rig.hit(prompt) == 4
