@@ -1,6 +1,7 @@
 """What the compiler makes of every kernel variant, found without a GPU: `python -m layerstream.kernels.aot`.
 
-Prints registers, spills, shared memory and access widths for each kernel, layout, access width and architecture.
+Prints registers, spills, shared memory, access widths and cache modifiers for each kernel, form, layout, access width
+and architecture.
 """
 
 from __future__ import annotations
@@ -22,22 +23,61 @@ from layerstream.geometry import LayerPages
 from layerstream.kernels.gather import gather_kernel
 from layerstream.kernels.operands import run_stride
 from layerstream.kernels.scatter import scatter_kernel
-from layerstream.kernels.segments import NUM_WARPS, WORDS, Tiling, kernel_constants
+from layerstream.kernels.segments import (
+    HOST_WORDS_PER_TILE,
+    WORDS,
+    WORDS_PER_TILE,
+    WORDS_PER_WARP,
+    Tiling,
+    kernel_constants,
+)
 
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper and Blackwell data-centre parts."""
 KERNELS = {"gather": gather_kernel, "scatter": scatter_kernel}
+TABLED_WORDS = (16, 8, 1)
+"""Access widths of the forms with tables that are worth compiling: of two elements, of one, and of one byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a launch is given, where that selects another kernel."""
+
+    counted: bool = True
+    """The number of pages is read from device memory."""
+    placed: bool = False
+    """A table says where packed pages lie."""
+    stacked: bool = False
+    """Several layers, with a table of where they lie; with `placed` another of where their packed pages lie."""
+    host: bool = False
+    """The packed side is host memory."""
+
+    def __str__(self) -> str:
+        given = {"places": self.placed, "stack": self.stacked, "host": self.host, "count": self.counted}
+        return " ".join(name for name, is_given in given.items() if is_given) or "plain"
+
+
+PLAIN = (Form(counted=False), Form())
+"""One layer, packed pages one behind another in device memory."""
+TABLED = (
+    Form(placed=True),
+    Form(stacked=True),
+    Form(stacked=True, placed=True),
+    Form(placed=True, host=True),
+    Form(stacked=True, placed=True, host=True),
+)
+"""Each table alone, all of them, and the forms that reach the host pool: all that add a piece of code to the kernel. A
+host number of pages only takes an instruction away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One kernel as a layout and an architecture make it."""
+    """One kernel as a form, a layout and an architecture make it."""
 
     kernel: str
     """A key of `KERNELS`."""
+    form: Form
     layout: LayerPages
-    counted: bool
-    """Whether the number of pages is read from device memory."""
     capability: int
     """Compute capability times 10."""
 
@@ -53,6 +93,9 @@ class Compiled:
     loads: frozenset[int]
     """Widths in bytes of the accesses that read pages; ids and tables aside."""
     stores: frozenset[int]
+    load_cache: frozenset[str]
+    """Cache modifiers of the same loads, such as `.cg`; empty text for none."""
+    store_cache: frozenset[str]
     ptx: str
 
 
@@ -75,13 +118,15 @@ def layouts(word: int) -> list[LayerPages]:
 
 
 def variants(capabilities: Sequence[int] = CAPABILITIES) -> Iterator[Variant]:
-    """Every variant that can be launched on `capabilities`."""
+    """Plain forms at every access width and layout; forms with tables at the widest width, at the one of a single
+    element, at the narrowest, and with the layout that needs one table more."""
     for capability in capabilities:
         for kernel in KERNELS:
             for word in WORDS:
                 for layout in layouts(word):
-                    for counted in (False, True):
-                        yield Variant(kernel=kernel, layout=layout, counted=counted, capability=capability)
+                    tabled = TABLED if word in TABLED_WORDS and run_stride(layout) is None else ()
+                    for form in PLAIN + tabled:
+                        yield Variant(kernel=kernel, form=form, layout=layout, capability=capability)
 
 
 def compile_variant(variant: Variant, **options: Any) -> Compiled:
@@ -91,42 +136,56 @@ def compile_variant(variant: Variant, **options: Any) -> Compiled:
         variant: what to compile.
         options: Triton compile options over the shipped ones.
     """
-    kernel, layout = KERNELS[variant.kernel], variant.layout
-    constants = kernel_constants(layout, Tiling.of(layout.run_bytes, layout.alignment))
+    kernel, layout, form = KERNELS[variant.kernel], variant.layout, variant.form
+    words = HOST_WORDS_PER_TILE if form.host else WORDS_PER_TILE
+    constants = kernel_constants(layout, Tiling.of(layout.run_bytes, layout.alignment, words), form.host)
     signature = {
         "dst": "*u8",
         "src": "*u8",
         "blocks": "*i32",
         "count": "*i32",
         "run_table": "*i64",
+        "places": "*i64",
+        "layer_starts": "*i64",
+        "layer_places": "*i64",
+        "first_layer": "i32",
+        "num_layers": "i32",
         "num_blocks": "i32",
         "num_pages": "i32",
         "offset_words": "i64",
     }
-    absent = {"count": not variant.counted, "run_table": run_stride(layout) is not None}
+    absent = {
+        "count": not form.counted,
+        "run_table": run_stride(layout) is not None,
+        "places": not form.placed,
+        "layer_starts": not form.stacked,
+        "layer_places": not (form.stacked and form.placed),
+    }
     constants |= {name: None for name, missing in absent.items() if missing}
     signature |= dict.fromkeys(constants, "constexpr")
     positions = {name: position for position, name in enumerate(kernel.arg_names)}
     source = ASTSource(kernel, signature, {(positions[name],): value for name, value in constants.items()})
     compiled = triton.compile(
-        source, GPUTarget("cuda", variant.capability, 32), options={"num_warps": NUM_WARPS, **options}
+        source, GPUTarget("cuda", variant.capability, 32), options={"num_warps": words // WORDS_PER_WARP, **options}
     )
     ptx = compiled.asm["ptx"]
-    loads, stores = _page_widths(ptx)
+    loads, stores = _page_accesses(ptx)
     usage = _resource_usage(compiled.asm["cubin"])
     return Compiled(
         registers=usage["REG"],
         stack_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        loads=loads,
-        stores=stores,
+        loads=frozenset(width for width, _ in loads),
+        stores=frozenset(width for width, _ in stores),
+        load_cache=frozenset(cache for _, cache in loads),
+        store_cache=frozenset(cache for _, cache in stores),
         ptx=ptx,
     )
 
 
 def report() -> Table:
     """A table with one row for each variant."""
-    columns = ("sm", "kernel", "runs", "count", "word", "load", "store", "registers", "spills", "shared")
+    columns = ("sm", "kernel", "runs", "form", "word", "load", "store", "registers", "spills", "shared")
     table = Table(*columns, box=None)
     for variant in variants():
         result = compile_variant(variant)
@@ -134,10 +193,10 @@ def report() -> Table:
             str(variant.capability),
             variant.kernel,
             variant.layout.name,
-            "device" if variant.counted else "host",
+            str(variant.form),
             f"{variant.layout.alignment} B",
-            ", ".join(f"{width} B" for width in sorted(result.loads)),
-            ", ".join(f"{width} B" for width in sorted(result.stores)),
+            _accesses(result.loads, result.load_cache),
+            _accesses(result.stores, result.store_cache),
             str(result.registers),
             f"{result.stack_bytes} B",
             f"{result.shared_bytes} B",
@@ -145,22 +204,26 @@ def report() -> Table:
     return table
 
 
-def _page_widths(ptx: str) -> tuple[frozenset[int], frozenset[int]]:
-    """Bytes of each access that loads or stores page bytes. Only these are stored: a load of an id or of a table entry
-    fills registers that no store reads."""
-    access = r"{}\.global\S*?(?:\.v(\d))?\.b(\d+)\s+{};"
+def _accesses(widths: frozenset[int], caches: frozenset[str]) -> str:
+    return " ".join([*(f"{width} B" for width in sorted(widths)), *sorted(caches)]).rstrip()
+
+
+def _page_accesses(ptx: str) -> tuple[frozenset[tuple[int, str]], frozenset[tuple[int, str]]]:
+    """Bytes and cache modifier of each access that loads or stores page bytes. Only these are stored: a load of an id
+    or of a table entry fills registers that no store reads."""
+    access = r"{}\.global(\.c\w)?(?:\.v(\d))?\.b(\d+)\s+{};"
     loads = re.findall(access.format("ld", r"([^\[;]+),\s*\[[^;]+"), ptx)
     stores = re.findall(access.format("st", r"\[[^\]]+\],\s*([^;]+)"), ptx)
     stored = {register for *_, registers in stores for register in re.findall(r"%\w+", registers)}
-    widths = [
+    accesses = [
         frozenset(
-            int(vector or 1) * int(bits) // 8
-            for vector, bits, registers in accesses
+            (int(vector or 1) * int(bits) // 8, cache)
+            for cache, vector, bits, registers in found
             if stored.intersection(re.findall(r"%\w+", registers))
         )
-        for accesses in (loads, stores)
+        for found in (loads, stores)
     ]
-    return widths[0], widths[1]
+    return accesses[0], accesses[1]
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -2,24 +2,23 @@
 
 Copies run on threads beside a busy model thread. Hence numpy: its copies release the GIL for their whole length and run
 on the calling thread alone, while torch's own would start, and fight over, the model's intra-op threads.
+
+Two arguments are accepted for the kernels' sake and change nothing here: `max_ctas`, since a CPU copy runs on the
+calling thread, and `packed_on_host`, since all memory is the host's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from einops import rearrange
 
 from layerstream.errors import GeometryError
 from layerstream.geometry import LayerPages
-from layerstream.kernels.operands import DEFAULT_MAX_CTAS, check_operands, run_stride
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Ids: TypeAlias = npt.NDArray[np.int32]
+from layerstream.kernels.operands import check_operands
+from layerstream.kernels.stack import PageStack, check_layers
+from layerstream.kernels.views import Bytes, Ids, dense_rows, is_dense, placed, stretches
 
 
 def gather_pages(
@@ -28,34 +27,38 @@ def gather_pages(
     layer: LayerPages,
     blocks: torch.Tensor,
     *,
+    places: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
-    max_ctas: int = DEFAULT_MAX_CTAS,
+    max_ctas: int | None = None,
+    packed_on_host: bool = False,
 ) -> None:
-    """Copy pages out of a layer's storage, one behind another.
+    """Copy pages out of a layer's storage.
 
     Args:
-        dst: `uint8[>= n * layer.page_bytes]`; page `blocks[i]` goes to `i * layer.page_bytes`.
+        dst: `uint8[>= n * layer.page_bytes]`; page `blocks[i]` goes to `i * layer.page_bytes`, or to `places[i]`.
         src: `uint8[>= layer.end]`, the layer's storage from its first byte.
         layer: where pages lie in `src`.
         blocks: `int32[n]`. A negative id is skipped: its place in `dst` keeps its bytes. A repeated id is read again.
+        places: `int64[n]`: bytes from the first byte of `dst` to each page's packed form. They may be negative or lie
+            past the end of `dst`, which then is only the base and may have any length. So nothing can check them: a
+            wrong one overwrites other memory.
         count: `int32[1]`; only the first `count` ids are used. None: all.
-        max_ctas: accepted for the kernel's sake; a CPU copy runs on the calling thread.
 
     Raises:
         GeometryError: an operand does not fit, or an id is not below `layer.num_pages`; nothing was written.
     """
-    check_operands(paged=src, packed=dst, layer=layer, blocks=blocks, count=count, max_ctas=max_ctas)
+    check_operands(
+        paged=src,
+        packed=dst,
+        layer=layer,
+        blocks=blocks,
+        count=count,
+        max_ctas=max_ctas,
+        places=places,
+        packed_on_host=packed_on_host,
+    )
     ids = _ids(blocks, count, layer)
-    if ids.size == 0:
-        return
-    storage, packed = src.numpy(), dst.numpy()[: ids.size * layer.page_bytes]
-    if _is_dense(layer, ids):
-        rows, pages = _dense_rows(storage, packed, layer)
-        # The ids were checked; numpy's default mode would gather into a second buffer first.
-        np.take(rows, ids, axis=0, out=pages, mode="clip")
-        return
-    for there, here in _stretches(storage, packed, layer, ids):
-        np.copyto(here, there)
+    _gather(src, layer, _parts(dst, layer, ids, places))
 
 
 def scatter_pages(
@@ -64,33 +67,168 @@ def scatter_pages(
     layer: LayerPages,
     blocks: torch.Tensor,
     *,
+    places: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
-    max_ctas: int = DEFAULT_MAX_CTAS,
+    max_ctas: int | None = None,
+    packed_on_host: bool = False,
 ) -> None:
     """Copy packed pages into a layer's storage: the inverse of `gather_pages`.
 
     Args:
         dst: `uint8[>= layer.end]`, the layer's storage from its first byte.
-        src: `uint8[>= n * layer.page_bytes]`; the page at `i * layer.page_bytes` goes to page `blocks[i]`.
+        src: `uint8[>= n * layer.page_bytes]`; the page at `i * layer.page_bytes`, or at `places[i]`, goes to page
+            `blocks[i]`.
         layer: where pages lie in `dst`.
         blocks: `int32[n]`. A negative id is skipped. Of a repeated id the last page stays.
+        places: `int64[n]`: bytes from the first byte of `src` to each page's packed form. They may be negative or lie
+            past the end of `src`, which then is only the base and may have any length. So nothing can check them: a
+            wrong one reads other memory, or faults.
         count: `int32[1]`; only the first `count` ids are used. None: all.
-        max_ctas: accepted for the kernel's sake; a CPU copy runs on the calling thread.
 
     Raises:
         GeometryError: an operand does not fit, or an id is not below `layer.num_pages`; nothing was written.
     """
-    check_operands(paged=dst, packed=src, layer=layer, blocks=blocks, count=count, max_ctas=max_ctas)
+    check_operands(
+        paged=dst,
+        packed=src,
+        layer=layer,
+        blocks=blocks,
+        count=count,
+        max_ctas=max_ctas,
+        places=places,
+        packed_on_host=packed_on_host,
+    )
     ids = _ids(blocks, count, layer)
+    _scatter(dst, layer, _parts(src, layer, ids, places))
+
+
+def gather_layers(
+    dst: torch.Tensor,
+    stack: PageStack,
+    first: int,
+    layers: int,
+    blocks: torch.Tensor,
+    *,
+    places: torch.Tensor | None = None,
+    layer_places: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    max_ctas: int | None = None,
+    packed_on_host: bool = False,
+) -> None:
+    """Copy the same pages out of several layers' storages.
+
+    Arguments and the packed form are those of `layerstream.kernels.gather.gather_layers`, on the CPU.
+
+    Raises:
+        GeometryError: an operand does not fit, a layer is not in the stack, or an id is not below the layers'
+            `num_pages`; nothing was written.
+    """
+    check_layers(
+        stack=stack,
+        first=first,
+        layers=layers,
+        packed=dst,
+        blocks=blocks,
+        count=count,
+        max_ctas=max_ctas,
+        places=places,
+        layer_places=layer_places,
+        packed_on_host=packed_on_host,
+    )
+    ids = _ids(blocks, count, stack.form)
+    for storage, layer, parts in _layers(stack, first, layers, dst, blocks, ids, places, layer_places):
+        _gather(storage, layer, parts)
+
+
+def scatter_layers(
+    stack: PageStack,
+    first: int,
+    layers: int,
+    src: torch.Tensor,
+    blocks: torch.Tensor,
+    *,
+    places: torch.Tensor | None = None,
+    layer_places: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    max_ctas: int | None = None,
+    packed_on_host: bool = False,
+) -> None:
+    """Copy packed pages into several layers' storages: the inverse of `gather_layers`.
+
+    Arguments and the packed form are those of `layerstream.kernels.scatter.scatter_layers`, on the CPU.
+
+    Raises:
+        GeometryError: an operand does not fit, a layer is not in the stack, or an id is not below the layers'
+            `num_pages`; nothing was written.
+    """
+    check_layers(
+        stack=stack,
+        first=first,
+        layers=layers,
+        packed=src,
+        blocks=blocks,
+        count=count,
+        max_ctas=max_ctas,
+        places=places,
+        layer_places=layer_places,
+        packed_on_host=packed_on_host,
+    )
+    ids = _ids(blocks, count, stack.form)
+    for storage, layer, parts in _layers(stack, first, layers, src, blocks, ids, places, layer_places):
+        _scatter(storage, layer, parts)
+
+
+def _gather(src: torch.Tensor, layer: LayerPages, parts: Iterable[tuple[Ids, Bytes]]) -> None:
+    storage = src.numpy()
+    for ids, packed in parts:
+        if is_dense(layer, ids):
+            rows, pages = dense_rows(storage, packed, layer)
+            # The ids were checked; numpy's default mode would gather into a second buffer first.
+            np.take(rows, ids, axis=0, out=pages, mode="clip")
+            continue
+        for there, here in stretches(storage, packed, layer, ids):
+            np.copyto(here, there)
+
+
+def _scatter(dst: torch.Tensor, layer: LayerPages, parts: Iterable[tuple[Ids, Bytes]]) -> None:
+    storage = dst.numpy()
+    for ids, packed in parts:
+        if is_dense(layer, ids):
+            rows, pages = dense_rows(storage, packed, layer)
+            rows[ids] = pages
+            continue
+        for there, here in stretches(storage, packed, layer, ids):
+            np.copyto(there, here)
+
+
+def _layers(
+    stack: PageStack,
+    first: int,
+    layers: int,
+    packed: torch.Tensor,
+    blocks: torch.Tensor,
+    ids: Ids,
+    places: torch.Tensor | None,
+    layer_places: torch.Tensor | None,
+) -> Iterator[tuple[torch.Tensor, LayerPages, Iterable[tuple[Ids, Bytes]]]]:
+    """Storage, pages and `_parts` of each layer."""
+    for index in range(first, first + layers):
+        if layer_places is None:
+            start = (index - first) * blocks.numel() * stack.page_bytes
+        else:
+            start = int(layer_places.numpy()[index])
+        yield stack.storages[index], stack.layers[index], _parts(packed, stack.form, ids, places, start)
+
+
+def _parts(
+    packed: torch.Tensor, layer: LayerPages, ids: Ids, places: torch.Tensor | None, start: int = 0
+) -> Iterable[tuple[Ids, Bytes]]:
+    """Ids and the memory of their packed form: one part from byte `start` on, or where `places` say, from there."""
     if ids.size == 0:
-        return
-    storage, packed = dst.numpy(), src.numpy()[: ids.size * layer.page_bytes]
-    if _is_dense(layer, ids):
-        rows, pages = _dense_rows(storage, packed, layer)
-        rows[ids] = pages
-        return
-    for there, here in _stretches(storage, packed, layer, ids):
-        np.copyto(there, here)
+        return ()
+    if places is None:
+        return ((ids, packed.numpy()[start : start + ids.size * layer.page_bytes]),)
+    return placed(packed.data_ptr() + start, ids, places.numpy()[: ids.size], layer.page_bytes)
 
 
 def _ids(blocks: torch.Tensor, count: torch.Tensor | None, layer: LayerPages) -> Ids:
@@ -109,53 +247,3 @@ def _ids(blocks: torch.Tensor, count: torch.Tensor | None, layer: LayerPages) ->
             f"{layer.num_pages}, or negative to skip a page"
         )
     return ids
-
-
-def _is_dense(layer: LayerPages, ids: Ids) -> bool:
-    """Whether pages lie one behind another and none is skipped: then one call copies all, and the copy thread asks for
-    the GIL once a layer instead of once a page."""
-    return len(layer.run_offsets) == 1 and layer.page_stride == layer.run_bytes and int(ids.min()) >= 0
-
-
-def _dense_rows(storage: Bytes, packed: Bytes, layer: LayerPages) -> tuple[Bytes, Bytes]:
-    """Storage and packed pages of a dense layer, both as [page, byte]."""
-    pages = storage[layer.offset + layer.run_offsets[0] : layer.end]
-    return pages.reshape(-1, layer.run_bytes), packed.reshape(-1, layer.run_bytes)
-
-
-def _stretches(storage: Bytes, packed: Bytes, layer: LayerPages, ids: Ids) -> Iterator[tuple[Bytes, Bytes]]:
-    """Pairs of equally shaped views of the storage and of `packed`, one for each stretch of consecutive ids and each
-    group of equally spaced runs: the fewest copies."""
-    layout = "(page run byte) -> page run byte"
-    pages = rearrange(packed, layout, run=len(layer.run_offsets), byte=layer.run_bytes)
-    views = _run_views(storage, layer)
-    breaks = (np.flatnonzero(np.diff(ids) != 1) + 1).tolist()
-    for start, end in zip([0, *breaks], [*breaks, ids.size], strict=True):
-        first = int(ids[start])
-        # Ids can count up through zero: -2, -1, 0, 1 skips two pages and copies two.
-        start, first = start + max(0, -first), max(0, first)
-        if start < end:
-            for runs, view in views:
-                yield view[first : first + end - start], pages[start:end, runs]
-
-
-def _run_views(storage: Bytes, layer: LayerPages) -> list[tuple[slice, Bytes]]:
-    """The storage as [page, run, byte]: one view over equally spaced runs, else one for each run."""
-    stride = run_stride(layer)
-    if stride is None:
-        groups = [(slice(run, run + 1), offset, 1) for run, offset in enumerate(layer.run_offsets)]
-    else:
-        groups = [(slice(None), 0, len(layer.run_offsets))]
-    return [
-        (
-            runs,
-            np.ndarray(
-                (layer.num_pages, extent, layer.run_bytes),
-                np.uint8,
-                buffer=storage,
-                offset=layer.offset + offset,
-                strides=(layer.page_stride, stride or 0, 1),
-            ),
-        )
-        for runs, offset, extent in groups
-    ]

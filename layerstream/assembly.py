@@ -5,29 +5,33 @@ The only place that knows which device gets which streams and kernels.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from layerstream.backends import GROUP_BYTES, open_device, open_path, warm_up
+from layerstream.calibration import machine_rates
 from layerstream.engine import StreamEngine
-from layerstream.errors import ConfigError, GeometryError
+from layerstream.errors import ConfigError
 from layerstream.geometry import KVGeometry, layer_pages
 from layerstream.host_budget import asked_budget, default_budget
-from layerstream.host_pool import HostPool, Pinner
-from layerstream.pipeline.staged import StagedPath
-from layerstream.pipeline.zero_copy import ZeroCopyPath
-from layerstream.streams.cpu import CpuDevice, spare_cores
+from layerstream.host_pool import HostPool
+from layerstream.model_store import cache_dir
+from layerstream.pipeline.choice import PathChoice
+from layerstream.pipeline.paged_cache import PagedCache
 from layerstream.verify import Verifier
 
 if TYPE_CHECKING:
     from layerstream.config import StreamConfig
     from layerstream.pipeline.base import TransferPath
+    from layerstream.pipeline.paged_cache import PageKernels
     from layerstream.streams.base import Device
 
-PageKernel = Callable[..., None]
+logger = logging.getLogger(__name__)
 
 
 def kv_geometry(tensors: Mapping[str, torch.Tensor], *, num_blocks: int, block_tokens: int) -> KVGeometry:
@@ -84,9 +88,16 @@ def build_engine(
     """
     geometry = kv_geometry(tensors, num_blocks=num_blocks, block_tokens=block_tokens)
     trace_dir = _trace_dir(config)
-    zero_copy = _is_zero_copy(config, next(iter(tensors.values())).device.type)
     storages = [storage_bytes(tensor) for tensor in tensors.values()]
-    device, pinner, gather, scatter = _open_device(storages[0].device)
+    device, pinner, kernels = open_device(storages[0].device)
+    sanitizer = None
+    if config.sanitize:
+        from layerstream.sanitize import Sanitizer
+        from layerstream.streams.accesses import page_accesses
+        from layerstream.streams.recording import RecordingDevice
+
+        device = RecordingDevice(device, accesses=page_accesses(*kernels), raise_on_race=True)
+        sanitizer = Sanitizer(device, geometry, storages)
     asked = config.host_gib
     budget = default_budget(local_ranks=local_ranks) if asked is None else asked_budget(asked)
     pool = HostPool(
@@ -95,23 +106,23 @@ def build_engine(
         budget_bytes=budget,
         pin=pinner,
     )
-    shared: dict[str, Any] = {
-        "device": device,
-        "geometry": geometry,
-        "storages": storages,
-        "pool": pool,
-        "gather": gather,
-        "scatter": scatter,
-    }
-    path: TransferPath = (
-        ZeroCopyPath(**shared) if zero_copy else StagedPath(**shared, staging_bytes=config.staging_mib << 20)
-    )
-    _warm_up(device, geometry, storages, gather, scatter)
+    cache = PagedCache(geometry, storages)
+    paths = _open_paths(device, cache, pool, kernels, config)
+    warm_up(device, cache, pool, kernels)
     verifier = None
     if config.verify:
-        verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=gather)
+        verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=kernels.gather_pages)
     return StreamEngine(
-        device=device, geometry=geometry, pool=pool, path=path, verifier=verifier, trace_dir=trace_dir, rank=rank
+        device=device,
+        geometry=geometry,
+        pool=pool,
+        paths=paths,
+        group_bytes=GROUP_BYTES[device.kind],
+        layers_per_gate=config.layers_per_gate,
+        verifier=verifier,
+        sanitizer=sanitizer,
+        trace_dir=trace_dir,
+        rank=rank,
     )
 
 
@@ -120,42 +131,42 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _open_device(device: torch.device) -> tuple[Device, Pinner | None, PageKernel, PageKernel]:
-    if device.type == "cpu":
-        from layerstream.kernels import reference
+def _open_paths(
+    device: Device, cache: PagedCache, pool: HostPool, kernels: PageKernels, config: StreamConfig
+) -> PathChoice:
+    """The paths that loads and saves take."""
 
-        return CpuDevice(spare_cores()), None, reference.gather_pages, reference.scatter_pages
-    if device.type == "cuda":
-        from layerstream.kernels.gather import gather_pages
-        from layerstream.kernels.scatter import scatter_pages
-        from layerstream.streams.cuda import CudaDevice, CudaPinner
-
-        return CudaDevice(device.index or 0), CudaPinner(), gather_pages, scatter_pages
-    raise GeometryError(f"KV caches on {device.type!r} devices cannot be streamed; only cuda and cpu can")
-
-
-def _warm_up(
-    device: Device, geometry: KVGeometry, storages: Sequence[torch.Tensor], gather: PageKernel, scatter: PageKernel
-) -> None:
-    """Compile the kernels of every layout here, and not in the middle of a first request: they move nothing."""
-    nothing = device.table([-1])
-    seen = set()
-    for layer, storage in zip(geometry.layers, storages, strict=True):
-        layout = (layer.page_stride, layer.run_offsets, layer.run_bytes, layer.alignment)
-        if layout not in seen:
-            seen.add(layout)
-            packed = device.empty(layer.page_bytes)
-            gather(packed, storage, layer, nothing)
-            scatter(storage, packed, layer, nothing)
-
-
-def _is_zero_copy(config: StreamConfig, device: str) -> bool:
-    if config.transfer_path == "zero_copy" and device != "cpu":
-        raise ConfigError(
-            f'transfer_path: "zero_copy" is there for KV caches in CPU memory, and this one is on {device!r}; '
-            'use "auto" or "staged"'
+    def path(name: str) -> TransferPath:
+        return open_path(
+            name,
+            device=device,
+            cache=cache,
+            pool=pool,
+            kernels=kernels,
+            staging_bytes=config.staging_mib << 20,
+            max_ctas=config.max_copy_sms,
         )
-    return device == "cpu" and config.transfer_path != "staged"
+
+    asked = config.transfer_path
+    if device.kind == "cpu":
+        only = path("zero_copy" if asked == "auto" else asked)
+        return PathChoice(loads=[(0, only)], save=only)
+    # The end of a step waits for the last read of the blocks it saves. A gather inside the GPU is soon over; a read
+    # across the link is not, so saves are staged whatever loads are.
+    staged = path("staged")
+    if asked not in ("auto", "staged") and not pool.pinned:
+        logger.warning(
+            "LayerStream: transfer_path %r needs a pinned host pool, and this one is not; loads are staged", asked
+        )
+    if asked == "staged" or not pool.pinned:
+        return PathChoice(loads=[(0, staged)], save=staged)
+    if asked != "auto":
+        return PathChoice(loads=[(0, path(asked))], save=staged)
+    largest = max(layer.page_bytes for layer in cache.layers)
+    rates = machine_rates(cache.storages[0].device, largest, cache_dir())
+    chosen = [(0, "staged")] if rates is None else rates.fastest_loads(largest)
+    paths = {name: staged if name == "staged" else path(name) for name in {name for _, name in chosen}}
+    return PathChoice(loads=[(blocks, paths[name]) for blocks, name in chosen], save=staged)
 
 
 def _trace_dir(config: StreamConfig) -> Path | None:

@@ -24,7 +24,8 @@ _SOURCE = "LayerStream: kv_connector_extra_config"
 _NAMESPACE_CHARS = 128
 
 LoadMode = Literal["auto", "layerwise", "parked"]
-TransferPathName = Literal["auto", "staged", "zero_copy"]
+TransferPathName = Literal["auto", "staged", "zero_copy", "batch_dma"]
+InGraphWaits = Literal["off", "flags", "events"]
 
 
 def _option(default: Any, allowed: str, accepts: Callable[[Any], bool]) -> Any:
@@ -90,9 +91,25 @@ class StreamConfig:
         " or ".join(f'"{path}"' for path in get_args(TransferPathName)),
         lambda v: isinstance(v, str) and v in get_args(TransferPathName),
     )
-    """Move bytes through rings on the device (staged) or straight (zero_copy, only on CPUs); auto picks by device."""
+    """How loads move: device rings, a kernel reading the pool, or batched copies; auto picks what is measured fastest."""
     staging_mib: int = _option(64, "an integer >= 1", lambda v: _is_int(v) and v >= 1)
     """Device memory in MiB for the rings of staged transfers, half for loads and half for saves."""
+    max_copy_sms: int | None = _option(None, "an integer >= 1, or null", lambda v: v is None or (_is_int(v) and v >= 1))
+    """Most thread blocks a copy kernel may occupy; null is 8 across the link, 512 inside the GPU."""
+    layers_per_gate: int | None = _option(
+        None, "an integer >= 1, or null", lambda v: v is None or (_is_int(v) and v >= 1)
+    )
+    """Layers that travel and are waited for together; null groups only what is small beside its submission."""
+    in_graph_waits: InGraphWaits = _option(
+        "off",
+        " or ".join(f'"{way}"' for way in get_args(InGraphWaits)),
+        lambda v: isinstance(v, str) and v in get_args(InGraphWaits),
+    )
+    """Experimental, GPU: waits for each layer inside FULL CUDA graphs, by words in memory or external events."""
+    graph_loads: bool = _option(False, "true or false", _is_bool)
+    """Experimental, GPU: submit a load as one captured graph that reads its block list from device memory."""
+    sanitize: bool = _option(False, "true or false", _is_bool)
+    """Follow every access and every event, and stop at two accesses that nothing orders; slow, for debugging."""
     verify: bool = _option(False, "true or false", _is_bool)
     """Compare a fingerprint of every block saved and restored; slow, for debugging."""
     trace_dir: str | None = _option(None, "an absolute path, or null", lambda v: v is None or _is_absolute_path(v))

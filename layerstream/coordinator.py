@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,12 +91,16 @@ class Coordinator:
         """Whether a request that loads is to be parked until it is named in an outcome."""
         self.epoch = 0
         """Number of resets so far."""
+        self.planned_slots = 0
+        """What `pool_slots` becomes once every rank's whole pool is ready."""
         self._chunk_blocks = chunk_blocks
         self._block_tokens = block_tokens
         self._save_decode = save_decode
         self._holds = holds
         self._flights = Flights(world_size=world_size, clock=clock, deadline_s=job_deadline_s)
         self._index: PrefixIndex | None = None
+        self._ready: dict[int, int] = {}
+        """rank -> slots of its pool that may be used, as it said last; empty if all of them may be from the start."""
         self._backlog_blocks = sys.maxsize
         self._requests: dict[str, _Request] = {}
         self._arriving: dict[bytes, int] = {}
@@ -111,7 +115,7 @@ class Coordinator:
 
     @property
     def pool_slots(self) -> int:
-        """Slots of the host pool; 0 until the ranks have said how many."""
+        """Slots of the host pool that may be used on every rank; 0 until the ranks have said how many."""
         return self._index.slots if self._index is not None else 0
 
     @property
@@ -121,7 +125,10 @@ class Coordinator:
 
     @property
     def pending(self) -> bool:
-        """Whether a report is due, so that the engine must keep stepping to receive it."""
+        """Whether a report is due, so that the engine must keep stepping to receive it.
+
+        A pool that grows is no reason to step: what a rank has to say of it comes with its next report.
+        """
         return self._flights.due
 
     @property
@@ -144,28 +151,48 @@ class Coordinator:
                     request.cursor = 0
                     request.due = self._due(request)
 
-    def set_slots(self, slots: int, *, backlog_blocks: int = sys.maxsize) -> None:
+    def set_slots(
+        self, slots: int, *, ready: Mapping[int, int] | None = None, backlog_blocks: int = sys.maxsize
+    ) -> None:
         """Set the size of the host pool: the smallest of the ranks' slot counts. Until then nothing hits or is saved.
 
         Args:
-            slots: chunks the pool holds on every rank.
+            slots: chunks the pool holds on every rank once all of it is ready.
+            ready: every rank -> slots of its pool that may be used so far; reports tell of more. None if all may be.
             backlog_blocks: most blocks that one step saves of a request beside those it computes itself.
 
         Raises:
-            PoolError: `slots` is below 1, or differs from what was set before.
+            PoolError: `slots` is below 1 or differs from what was set before, or `ready` does not name every rank.
         """
         if slots < 1:
             raise PoolError(
                 f"the host pool has {slots} slots on the rank with the fewest; at least 1 is needed: raise host_gib"
             )
-        self._backlog_blocks = backlog_blocks
-        if self._index is None:
-            self._index = PrefixIndex(slots=slots, chunk_blocks=self._chunk_blocks)
-        elif self._index.slots != slots:
+        if ready is not None and len(ready) != self._flights.world_size:
             raise PoolError(
-                f"the host pool was set up with {self._index.slots} slots and cannot change to {slots}; restart the "
+                f"ranks {sorted(ready)} said how many of their slots are ready, and there are "
+                f"{self._flights.world_size} ranks; each must say so under a number of its own"
+            )
+        if self._index is not None and self.planned_slots != slots:
+            raise PoolError(
+                f"the host pool was set up with {self.planned_slots} slots and cannot change to {slots}; restart the "
                 "engine"
             )
+        self._backlog_blocks = backlog_blocks
+        self.planned_slots = slots
+        if self._index is None:
+            self._index = PrefixIndex(slots=0 if ready else slots, chunk_blocks=self._chunk_blocks)
+        self._grow(ready or {})
+
+    def _grow(self, ready: Mapping[int, int]) -> None:
+        """Ranks said how many slots may be used: what every rank has is used. A rank is never taken to have fewer."""
+        if not ready or self._index is None:
+            return
+        for rank, slots in ready.items():
+            self._ready[rank] = max(slots, self._ready.get(rank, 0))
+        usable = min(self.planned_slots, *self._ready.values())
+        if usable > self._index.slots:
+            self._index.grow(usable)
 
     def match(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own hit. May be asked any number of times; changes nothing.
@@ -316,12 +343,14 @@ class Coordinator:
 
     def report(self, report: Report) -> Outcome:
         """Count what ranks say happened. A job has ended once all of them answered, and failed if one of them failed.
+        The pool grows to what all ranks have ready.
 
         Answers for jobs that have ended already are ignored.
 
         Raises:
             TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
         """
+        self._grow(report.ready_slots)
         broken: list[str] = []
         for flight in self._flights.answer(report):
             self._end(flight)

@@ -9,28 +9,31 @@ stream, and `verify`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import nvtx
 
 from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind, Report, StepPlan
 from layerstream.metrics import TransferStats
 from layerstream.pipeline.base import Move
+from layerstream.ranges import Ranges, layers_label
 from layerstream.timeline import LayerTimes, Timeline
-from layerstream.transfers import Transfer
+from layerstream.transfers import Part, Transfer
 
 if TYPE_CHECKING:
+    import torch
+
     from layerstream.geometry import KVGeometry
+    from layerstream.graphs.in_graph import InGraphGates
     from layerstream.host_pool import HostPool
-    from layerstream.pipeline.base import TransferPath
-    from layerstream.streams.base import Device
+    from layerstream.pipeline.choice import PathChoice
+    from layerstream.pipeline.graph_load import GraphLoad
+    from layerstream.sanitize import Sanitizer
+    from layerstream.streams.base import Device, Event, Stream
     from layerstream.verify import Verifier
 
 logger = logging.getLogger(__name__)
-_NVTX = nvtx.get_domain("layerstream")
 
 
 class StreamEngine:
@@ -42,8 +45,13 @@ class StreamEngine:
         device: Device,
         geometry: KVGeometry,
         pool: HostPool,
-        path: TransferPath,
+        paths: PathChoice,
+        group_bytes: int = 0,
+        layers_per_gate: int | None = None,
+        graph_load: GraphLoad | None = None,
+        in_graph: InGraphGates | None = None,
         verifier: Verifier | None = None,
+        sanitizer: Sanitizer | None = None,
         trace_dir: Path | None = None,
         rank: int = 0,
     ) -> None:
@@ -52,8 +60,13 @@ class StreamEngine:
             device: where the KV cache lives; the engine closes it.
             geometry: pages of the layers, in the order the model runs them.
             pool: the host pool; the engine closes it.
-            path: how one layer is moved.
+            paths: how layers are moved.
+            group_bytes: layers smaller than this travel together, up to a quarter of them, until they are as large.
+            layers_per_gate: that many layers travel together, whatever their size.
+            graph_load: submits gated loads that it takes.
+            in_graph: gates captured in FULL graphs.
             verifier: compares bytes after every step; blocks the host (option `verify`).
+            sanitizer: is told what the model touches (option `sanitize`).
             trace_dir: where timelines of gated loads are written.
             rank: names the timelines.
         """
@@ -61,14 +74,16 @@ class StreamEngine:
         self.geometry = geometry
         self.pool = pool
         self.verifier = verifier
-        self._path = path
+        self.sanitizer = sanitizer
+        self._paths = paths
+        self._group_bytes = group_bytes
+        self._layers_per_gate = layers_per_gate
+        self._graph_load = graph_load
+        self.in_graph = in_graph
         self._trace_dir = trace_dir
         self._rank = rank
         self._layers = len(geometry.layers)
-        self._ranges = [
-            {what: _NVTX.get_event_attributes(message=f"{what} {layer.name}") for what in ("load", "wait", "save")}
-            for layer in geometry.layers
-        ]
+        self._ranges = Ranges([layer.name for layer in geometry.layers])
         self._plan: StepPlan | None = None
         self._gated: Transfer | None = None
         self._parked: list[Transfer] = []
@@ -87,42 +102,111 @@ class StreamEngine:
             self.end_step()
         if any(self._ran):
             self._hooked, self._ran = self._ran, bytearray(self._layers)
-        if plan is None or not plan.jobs:
+        if plan is None:
+            return
+        if self.sanitizer is not None:
+            self.sanitizer.begin_step(plan.model)
+        if not plan.jobs and self.sanitizer is None:
             return
         self._plan = plan
-        loads = [job for job in plan.jobs if job.kind is JobKind.LOAD]
-        saves = [job for job in plan.jobs if job.kind is JobKind.SAVE]
-        if loads:
-            self._gated = self._transfer(plan.step, loads)
-        self._parked = [self._transfer(plan.step, [job]) for job in plan.jobs if job.kind is JobKind.PARKED_LOAD]
-        if saves:
-            self._save = self._transfer(plan.step, saves)
+        self._ranges.begin_step(plan.step)
+        loads = tuple(job for job in plan.jobs if job.kind is JobKind.LOAD)
+        saves = tuple(job for job in plan.jobs if job.kind is JobKind.SAVE)
+        parked = tuple(job for job in plan.jobs if job.kind is JobKind.PARKED_LOAD)
+        batches = [jobs for jobs in (loads, saves, *((job,) for job in parked)) if jobs]
+        if not batches:
+            return
+        ids = [[block for job in jobs for block in job.block_ids] for jobs in batches]
+        # One upload a step, however many jobs: a small copy to a GPU costs about as much as a large one.
+        table = self.device.table([block for blocks in ids for block in blocks])
+        first = 0
+        for jobs, blocks in zip(batches, ids, strict=True):
+            transfer = self._transfer(plan.step, jobs, blocks, table[first : first + len(blocks)])
+            first += len(blocks)
+            if transfer.kind is JobKind.LOAD:
+                self._gated = transfer
+            elif transfer.kind is JobKind.SAVE:
+                self._save = transfer
+            else:
+                self._parked.append(transfer)
 
-    def _transfer(self, step: int, jobs: Sequence[Job]) -> Transfer:
-        blocks = [block for job in jobs for block in job.block_ids]
+    def _transfer(self, step: int, jobs: tuple[Job, ...], ids: list[int], blocks: torch.Tensor) -> Transfer:
         runs = [part for job in jobs for first, count in job.pool_runs for part in self.pool.split(first, count)]
-        move = Move(self.device.table(blocks), runs)
-        return Transfer.of(step, tuple(jobs), move, self.device, self._layers, self.geometry.block_bytes)
+        path = self._paths.save if jobs[0].kind is JobKind.SAVE else self._paths.load(len(ids))
+        group = self._layers_per_gate or self._group_size(len(ids))
+        return Transfer.of(
+            step,
+            jobs,
+            Move(ids, blocks, runs),
+            path,
+            layers=self._layers,
+            block_bytes=self.geometry.block_bytes,
+            group=group,
+        )
 
-    def start_loads(self, *, layerwise: bool) -> None:
-        """Queue the step's loads; without `layerwise` the compute stream waits for gated ones right here."""
+    def _group_size(self, blocks: int) -> int:
+        layer_bytes = blocks * self.geometry.block_bytes // self._layers
+        return max(1, min(-(-self._group_bytes // max(1, layer_bytes)), self._layers // 4))
+
+    def start_loads(self, *, layerwise: bool, in_graph: bool = False) -> None:
+        """Queue the step's loads. What neither hooks nor a graph will gate, the compute stream waits for right here.
+
+        Args:
+            layerwise: this step's hooks will run.
+            in_graph: this step replays a graph in which waits were captured.
+        """
         gated, parked = self._gated, self._parked
         if gated is None and not parked:
             return
         compute = self.device.compute()
+        armed = in_graph and gated is not None and self._arm(gated, compute)
+        table = None
+        if gated is not None and self._graph_load is not None and self._graph_load.takes(gated.move.count):
+            table = self.device.table(self._graph_load.table(gated.move))
         submitted = self.device.event()
         compute.record(submitted)
-        for transfer in ([gated] if gated is not None else []) + parked:
-            transfer.submitted = submitted
-            for layer in range(self._layers):
-                _NVTX.push_range(self._ranges[layer]["load"])
-                self._path.load_layer(
-                    layer, transfer.move, after=submitted, begun=transfer.begun[layer], done=transfer.done[layer]
-                )
-                _NVTX.pop_range()
-        self._layerwise = layerwise
         if gated is not None:
+            gated.submitted = submitted
+            if table is not None and self._graph_load is not None:
+                self._submit_graph(self._graph_load, gated, table, submitted)
+            else:
+                self._queue_load(gated, submitted)
+        for transfer in parked:
+            transfer.submitted = submitted
+            self._queue_load(transfer, submitted)
+        self._layerwise = layerwise
+        if gated is not None and not armed:
             self._pass_gates(gated, (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer])))
+
+    def _arm(self, load: Transfer, compute: Stream) -> bool:
+        load.in_graph = self.in_graph is not None and self.in_graph.try_arm(compute)
+        return load.in_graph
+
+    def _submit_graph(self, graph: GraphLoad, load: Transfer, table: torch.Tensor, submitted: Event) -> None:
+        begun, load.ended = self.device.event(), self.device.event()
+        self._ranges.push_load(0, self._layers - 1, graph.name, load.nbytes)
+        try:
+            graph.submit(load.move, table, after=submitted, begun=begun, done=load.ended)
+        finally:
+            self._ranges.pop()
+        for layer, done in enumerate(graph.layer_done):
+            self._queued(load, Part((layer,), begun, done, joined=done))
+
+    def _queue_load(self, load: Transfer, submitted: Event) -> None:
+        for layers in load.groups:
+            begun, done = self.device.event(), self.device.event()
+            self._ranges.push_load(layers[0], layers[-1], load.path.name, self._bytes(load, layers))
+            try:
+                load.path.load(layers, load.move, after=submitted, begun=begun, done=done)
+            finally:
+                self._ranges.pop()
+            self._queued(load, Part(layers, begun, done, joined=done))
+
+    def _queued(self, load: Transfer, part: Part) -> None:
+        load.add(part)
+        if load.in_graph and self.in_graph is not None:
+            for layer in part.layers:
+                self.in_graph.open(layer, part.done)
 
     def _pass_gates(self, load: Transfer, layers: Iterable[int]) -> None:
         if load.submitted is None:
@@ -132,13 +216,14 @@ class StreamEngine:
             )
         compute = self.device.compute()
         for layer in layers:
-            if layer in load.gates:
+            part = load.part_of[layer]
+            if part.gate is not None:
                 continue
             arrived, passed = self.device.event(), self.device.event()
-            _NVTX.push_range(self._ranges[layer]["wait"])
+            self._ranges.push_wait(part.layers[0], part.layers[-1], load.path.name, self._bytes(load, part.layers))
             try:
                 compute.record(arrived)
-                compute.wait(load.done[layer])
+                compute.wait(part.done)
                 compute.record(passed)
             except TransferError as error:
                 raise type(error)(
@@ -146,8 +231,8 @@ class StreamEngine:
                     f"{self.geometry.layers[layer].name}: {error}"
                 ) from error
             finally:
-                _NVTX.pop_range()
-            load.gates[layer] = (arrived, passed)
+                self._ranges.pop()
+            part.gate = (arrived, passed)
 
     def wait_layer(self, layer: int) -> None:
         """The model is about to read layer `layer`: keep the compute stream behind its load. Idempotent in a step.
@@ -156,29 +241,36 @@ class StreamEngine:
             TransferError: the bytes did not arrive; no recovery is safe at this point.
         """
         self._ran[layer] = 1
+        if self.sanitizer is not None:
+            self.sanitizer.wrote(layer)
         if self._gated is not None:
             self._pass_gates(self._gated, (layer,))
+        if self.sanitizer is not None:
+            self.sanitizer.read(layer)
 
     def save_layer(self, layer: int) -> None:
-        """The model has queued its writes to layer `layer`: queue the step's save of it. Idempotent in a step."""
-        if self._save is not None and layer not in self._save.queued:
-            self._queue_save(self._save, (layer,))
+        """The model has queued its writes to layer `layer`: queue the step's save of it, as soon as the layers that
+        travel with it are written too. Idempotent in a step."""
+        save = self._save
+        if save is None or layer in save.written:
+            return
+        save.written.add(layer)
+        group = save.group_of(layer)
+        if save.written.issuperset(group):
+            self._queue_save(save, group)
 
-    def _queue_save(self, save: Transfer, layers: Sequence[int]) -> None:
-        written = self.device.event()
+    def _queue_save(self, save: Transfer, layers: tuple[int, ...]) -> None:
+        written, begun, joined, done = (self.device.event() for _ in range(4))
         self.device.compute().record(written)
-        for layer in layers:
-            save.queued.add(layer)
-            _NVTX.push_range(self._ranges[layer]["save"])
-            self._path.save_layer(
-                layer,
-                save.move,
-                after=written,
-                begun=save.begun[layer],
-                joined=save.joined[layer],
-                done=save.done[layer],
-            )
-            _NVTX.pop_range()
+        self._ranges.push_save(layers[0], layers[-1], save.path.name, self._bytes(save, layers))
+        try:
+            save.path.save(layers, save.move, after=written, begun=begun, joined=joined, done=done)
+        finally:
+            self._ranges.pop()
+        save.add(Part(layers, begun, done, joined))
+
+    def _bytes(self, transfer: Transfer, layers: tuple[int, ...]) -> int:
+        return transfer.move.count * sum(self.geometry.layers[layer].page_bytes for layer in layers)
 
     def end_step(self) -> None:
         """The forward is queued: save what no hook saved, and let nothing later overwrite blocks still being read.
@@ -199,25 +291,33 @@ class StreamEngine:
                 )
             # Layers that did not run in this step are read by later ones.
             self._pass_gates(gated, range(self._layers))
+        if self.sanitizer is not None:
+            self.sanitizer.end_step()
         compute = self.device.compute()
         if any(transfer.submitted is None for transfer in self._parked):
             self.start_loads(layerwise=False)
         ended = self._parked
         if save is not None:
-            self._queue_save(save, [layer for layer in range(self._layers) if layer not in save.queued])
+            # All that no hook saved in one call: after a FULL graph that is every layer, and one launch takes them.
+            rest = tuple(layer for layer in range(self._layers) if layer not in save.part_of)
+            if rest:
+                self._queue_save(save, rest)
             try:
-                for joined in save.joined:
-                    compute.wait(joined)
+                # Reads of one direction end in their order, so the last part's end is the end of all.
+                compute.wait(save.parts[-1].joined)
             except TransferError:
                 # Nothing reads the blocks any more, so the step may go on; `poll` reports the save as failed.
                 logger.exception("saving blocks of requests %s failed", ", ".join(save.requests))
             ended.append(save)
         if gated is not None:
+            if gated.in_graph and self.in_graph is not None:
+                self.in_graph.end_step(compute)
             gated.closed = self.device.event()
             compute.record(gated.closed)
             ended.append(gated)
         self._gated, self._parked, self._save = None, [], None
         self._in_flight += ended
+        self._ranges.end_step()
         if self.verifier is not None:
             self._stats.verified_blocks += self.verifier.check(ended)
 
@@ -250,18 +350,18 @@ class StreamEngine:
         if transfer.kind is JobKind.SAVE:
             stats.save_blocks += transfer.move.count
             stats.save_bytes += transfer.nbytes
-            stats.save_seconds += sum(
-                self.device.elapsed(begun, done) for begun, done in zip(transfer.begun, transfer.done, strict=True)
-            )
+            stats.save_seconds += sum(self.device.elapsed(part.begun, part.done) for part in transfer.parts)
             return
-        seconds = max(0.0, self.device.elapsed(transfer.begun[0], transfer.done[-1]))
+        end = transfer.ended or transfer.parts[-1].done
+        seconds = max(0.0, self.device.elapsed(transfer.parts[0].begun, end))
         stats.load_blocks += transfer.move.count
         stats.load_bytes += transfer.nbytes
         stats.load_seconds += seconds
-        if transfer.gates:
+        if transfer.kind is JobKind.LOAD and not transfer.in_graph:
             stats.gated_load_seconds += seconds
-            stats.stall_seconds += sum(self.device.elapsed(*gate) for gate in transfer.gates.values())
-            if self._trace_dir is not None:
+            stats.stall_seconds += sum(self.device.elapsed(*part.gate) for part in transfer.parts if part.gate)
+            # The events of a load submitted as one graph have no times.
+            if self._trace_dir is not None and transfer.ended is None:
                 self._write_timeline(transfer, self._trace_dir)
 
     def _write_timeline(self, transfer: Transfer, folder: Path) -> None:
@@ -276,11 +376,12 @@ class StreamEngine:
         assert transfer.closed is not None
         origin = transfer.submitted
 
-        def since(event: object) -> float:
-            return self.device.elapsed(origin, event)  # type: ignore[arg-type]
+        def since(event: Event) -> float:
+            return self.device.elapsed(origin, event)
 
-        gates = [transfer.gates[layer] for layer in range(self._layers)]
-        ends = [*(arrived for arrived, _ in gates[1:]), transfer.closed]
+        parts = [(part, part.gate) for part in transfer.parts if part.gate is not None]
+        ends = [*(arrived for _, (arrived, _) in parts[1:]), transfer.closed]
+        names = [layer.name for layer in self.geometry.layers]
         return Timeline(
             step=transfer.step,
             requests=transfer.requests,
@@ -288,14 +389,14 @@ class StreamEngine:
             nbytes=transfer.nbytes,
             layers=tuple(
                 LayerTimes(
-                    layer=self.geometry.layers[layer].name,
-                    load_begin=since(transfer.begun[layer]),
-                    load_end=since(transfer.done[layer]),
-                    gate_begin=since(gates[layer][0]),
-                    gate_end=since(gates[layer][1]),
-                    compute_end=since(ends[layer]),
+                    layer=layers_label(names[part.layers[0]], names[part.layers[-1]]),
+                    load_begin=since(part.begun),
+                    load_end=since(part.done),
+                    gate_begin=since(arrived),
+                    gate_end=since(passed),
+                    compute_end=since(end),
                 )
-                for layer in range(self._layers)
+                for (part, (arrived, passed)), end in zip(parts, ends, strict=True)
             ),
         )
 

@@ -1,49 +1,48 @@
-"""Host memory for pages: equal segments, each layer-major inside, pinned whole or not at all.
+"""Host memory for pages: equal segments, each layer-major inside, that become usable one after another.
 
 The bytes of one pool page (see `layerstream.jobs`) lie in one segment, at the same place of every layer:
 `[segment][layer][page]`. Consecutive pages of a layer are one range of memory up to the segment's border, so a prefix
 that was saved in order moves in a few large copies.
+
+All memory is mapped at once, but only the first segment is resident and pinned once the pool is made. The rest follows
+in the background, where no server waits for it.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import mmap
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from layerstream.errors import PoolError
+from layerstream.first_touch import FirstTouch
+from layerstream.registrations import PIN_BYTES, Pinner, Registrations
+from layerstream.segment_layout import SegmentLayout
+
+__all__ = ["SEGMENT_BYTES", "HostPool", "Pinner"]
 
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 30
-"""Default size of a segment: the unit of registration and of failure."""
-PIN_BYTES = 256 << 20
-"""Bytes registered by one call, unless one layer is larger: a call holds the memory map and the driver meanwhile."""
-ALIGNMENT = 4096
-"""Layers start on multiples of this within a segment: the memory page, and what O_DIRECT asks for."""
-
-
-class Pinner(Protocol):
-    """Makes host memory reachable by the device's copy engines."""
-
-    def register(self, address: int, nbytes: int) -> bool:
-        """Pin `nbytes` at `address`. False if refused; nothing is pinned then and no error is left behind."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register(address, ...)`. No copy may be using the memory."""
+"""Default size of a segment: the unit of growth and of failure."""
+TOUCH_THREADS = 8
+"""Most threads that make the first segment resident, for which the start waits."""
+BACKGROUND_THREADS = 4
+"""Most threads that make the rest resident while the model warms up and serves."""
 
 
 class HostPool:
-    """Pages of every layer in host memory. Not thread-safe to close; views may be taken from any thread."""
+    """Pages of every layer in host memory.
+
+    One thread makes the pool, starts its pinning and closes it; everything else may be asked from any thread.
+    """
 
     def __init__(
         self,
@@ -52,18 +51,25 @@ class HostPool:
         chunk_blocks: int,
         budget_bytes: int,
         segment_bytes: int = SEGMENT_BYTES,
+        pin_bytes: int = PIN_BYTES,
         pin: Pinner | None = None,
+        cores: Sequence[int] | None = None,
         touch_threads: int | None = None,
     ) -> None:
-        """Map the memory, make the first segment resident, and pin every segment if `pin` is given.
+        """Map the memory, make the first segment resident and pin it, and go on with residence in the background.
+
+        With `pin`, slots become usable with their segment, from `start_pinning` on. Without it, or if already the first
+        segment is refused, the pool is pageable and all of it usable at once.
 
         Args:
             page_bytes: bytes of one page of each layer.
             chunk_blocks: pages in a slot.
             budget_bytes: most bytes to take; the pool is the whole slots, in equal segments, that fit.
             segment_bytes: most bytes in a segment, unless one slot is larger.
+            pin_bytes: most bytes registered by one call, unless one layer of a slot is larger.
             pin: registers the memory; None leaves it pageable.
-            touch_threads: threads that touch the first segment; None for one a usable core, at most 8.
+            cores: cores next to which the memory is to be placed (`layerstream.numa`); None leaves it to the system.
+            touch_threads: threads that touch the first segment; None for one a usable core, at most TOUCH_THREADS.
 
         Raises:
             PoolError: the budget cannot hold one slot, a size is not positive, or the system has no such memory.
@@ -73,50 +79,71 @@ class HostPool:
                 f"a pool of {len(page_bytes)} layers with pages of {list(page_bytes)[:4]} bytes and {chunk_blocks} "
                 "blocks a chunk holds nothing; all of them must be at least 1"
             )
-        self._page_bytes = tuple(page_bytes)
         self._chunk_blocks = chunk_blocks
-        slot_bytes = self._segment_layout(1)[-1]
+        slot_bytes = SegmentLayout(page_bytes, chunk_blocks, 1).nbytes
         if budget_bytes < slot_bytes:
             raise PoolError(
                 f"LayerStream: a host pool of {budget_bytes / 2**30:.3g} GiB cannot hold one chunk of {chunk_blocks} "
                 f"blocks; set host_gib to at least {math.ceil(slot_bytes / 2**30 * 1000) / 1000}"
             )
         # A copy must not span two registrations, so no layer of a segment may be larger than one.
-        registrable = PIN_BYTES * sum(page_bytes) // max(page_bytes)
+        registrable = pin_bytes * sum(page_bytes) // max(page_bytes)
         limit = max(slot_bytes, min(segment_bytes, budget_bytes, registrable))
         segments = min(-(-budget_bytes // limit), budget_bytes // slot_bytes)
-        self._slots_per_segment = self._slots_within(min(limit, budget_bytes // segments))
-        offsets = self._segment_layout(self._slots_per_segment)
-        self._layer_offsets, self._segment_bytes = offsets[:-1], offsets[-1]
-        self.pages_per_segment = self._slots_per_segment * chunk_blocks
+        self._layout = SegmentLayout.within(min(limit, budget_bytes // segments), page_bytes, chunk_blocks)
+        self.pages_per_segment = self._layout.pages
         """Pages of one layer in a segment; no range of pages crosses a multiple of it."""
         self._segments = [self._map_segment() for _ in range(segments)]
         self._spans = [self._layer_views(segment) for segment in self._segments]
-        self._pin = pin
-        self._registered: list[int] = []
-        _touch(self._segments[0], touch_threads or min(8, len(os.sched_getaffinity(0))))
-        if pin is not None:
-            self._register_all(pin)
+        self.slots = segments * self._layout.slots
+        """Chunks the pool holds once all of it is usable (`ready_slots`)."""
+        self._gave_up = False
+        self._closing = threading.Event()
+        usable = len(cores or os.sched_getaffinity(0))
+        self._touch_first(touch_threads or min(TOUCH_THREADS, usable), cores)
+        self._registrations = None if pin is None else self._pin_first(pin, pin_bytes)
+        self._touch = FirstTouch(
+            [segment.numpy() for segment in self._segments[1:]],
+            threads=min(BACKGROUND_THREADS, usable),
+            cores=cores,
+            in_use=self._registrations is None,
+            background=True,
+        )
 
     @property
-    def slots(self) -> int:
-        """Chunks the pool holds."""
-        return len(self._segments) * self._slots_per_segment
+    def ready_slots(self) -> int:
+        """How many slots, counted from slot 0, may be used. Never falls."""
+        if self._registrations is None:
+            return self.slots
+        return self._registrations.segments * self._layout.slots
+
+    @property
+    def final(self) -> bool:
+        """Whether `ready_slots` has come to its end: at `slots`, or below if the system refused to pin more."""
+        return self._gave_up or self.ready_slots == self.slots
 
     @property
     def pages(self) -> int:
-        """Blocks the pool holds."""
-        return len(self._segments) * self.pages_per_segment
+        """Blocks the pool holds once all of it is usable."""
+        return self.slots * self._chunk_blocks
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory mapped, padding between layers included."""
-        return len(self._segments) * self._segment_bytes
+        """Bytes of memory for all slots, padding between layers included."""
+        return self.slots // self._layout.slots * self._layout.nbytes
 
     @property
     def pinned(self) -> bool:
-        """Whether the device may read and write the pool on its own: all of it, never a part."""
-        return bool(self._registered)
+        """Whether the device may read and write every usable slot on its own."""
+        return self._registrations is not None and not self._closing.is_set()
+
+    def start_pinning(self) -> None:
+        """Let the rest of the pool be pinned, in the background. Costs nothing if that is done or under way.
+
+        To be called once no CUDA graph is being captured: registering memory meanwhile would break the capture.
+        """
+        if self._registrations is not None:
+            self._registrations.start(resident=lambda segment: self._touch.wait(segment - 1), gave_up=self._give_up)
 
     def span(self, layer: int, page: int, count: int) -> torch.Tensor:
         """Pages `page .. page + count - 1` of a layer as one view: `uint8[count * page_bytes[layer]]`, no copy.
@@ -128,7 +155,7 @@ class HostPool:
         assert 0 < count <= self.pages_per_segment - first, (
             f"pages {page}..{page + count - 1} leave their segment of {self.pages_per_segment} pages"
         )
-        size = self._page_bytes[layer]
+        size = self._layout.page_bytes[layer]
         return self._spans[segment][layer].narrow(0, first * size, count * size)
 
     def split(self, first: int, count: int) -> list[tuple[int, int]]:
@@ -141,35 +168,29 @@ class HostPool:
         return runs
 
     def close(self) -> None:
-        """Unpin and give up the memory. Idempotent; no copy may be running.
+        """Stop what runs in the background, unpin, and give up the memory. Idempotent; no copy may be running.
 
-        Memory goes back to the system with the last view of it: views that are still alive stay readable.
+        Waits for at most one piece of each thread: milliseconds, or tens of them for a registration. Memory goes back
+        to the system with the last view of it: views that are still alive stay readable.
         """
-        self._unregister_all()
+        self._closing.set()
+        self._touch.stop()
+        if self._registrations is not None and not self._registrations.close():
+            logger.error(
+                "LayerStream: pinning host memory has not returned for seconds; the pool stays pinned and mapped until "
+                "the process ends"
+            )
+            return
         self._spans.clear()
         self._segments.clear()
-
-    def _segment_layout(self, slots: int) -> list[int]:
-        """Offset of each layer in a segment of `slots` slots, and the segment's size as the last entry."""
-        strides = (_round_up(slots * self._chunk_blocks * size, ALIGNMENT) for size in self._page_bytes)
-        return list(itertools.accumulate(strides, initial=0))
-
-    def _slots_within(self, nbytes: int) -> int:
-        """The most slots whose padded layers fit in `nbytes`; `nbytes` holds at least one."""
-        padding = (ALIGNMENT - 1) * len(self._page_bytes)
-        exact = self._chunk_blocks * sum(self._page_bytes)
-        slots = max(1, (nbytes - padding) // exact)
-        while self._segment_layout(slots + 1)[-1] <= nbytes:
-            slots += 1
-        return slots
 
     def _map_segment(self) -> torch.Tensor:
         """`uint8[segment_bytes]` of zeros. The mapping lives exactly as long as the tensor and its views."""
         try:
-            memory = mmap.mmap(-1, self._segment_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, self._layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise PoolError(
-                f"the system refused {self._segment_bytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
+                f"the system refused {self._layout.nbytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
             ) from error
         # A fork would move the parent's pages away from under a running DMA at the parent's next write, and a core
         # dump would hold users' prompts. Huge pages save address translations. All are advice: a kernel may lack them.
@@ -182,54 +203,47 @@ class HostPool:
     def _layer_views(self, segment: torch.Tensor) -> list[torch.Tensor]:
         return [
             segment.narrow(0, offset, self.pages_per_segment * size)
-            for offset, size in zip(self._layer_offsets, self._page_bytes, strict=True)
+            for offset, size in zip(self._layout.offsets, self._layout.page_bytes, strict=True)
         ]
 
-    def _register_all(self, pin: Pinner) -> None:
-        """Pin everything or nothing: a pool that is half pinned is slow or wrong in ways that nobody can see."""
-        for segment in self._segments:
-            for offset, nbytes in self._pin_pieces():
-                address = segment.data_ptr() + offset
-                if not pin.register(address, nbytes):
-                    refused = len(self._registered)
-                    self._unregister_all()
-                    logger.warning(
-                        "Cannot pin the host pool: %d MiB were refused after %d pieces. It stays in plain memory: "
-                        "transfers are right but slower, and the host waits for each save. Lower host_gib or give "
-                        "the container IPC_LOCK.",
-                        nbytes >> 20,
-                        refused,
-                    )
-                    return
-                self._registered.append(address)
+    def _touch_first(self, threads: int, cores: Sequence[int] | None) -> None:
+        touch = FirstTouch([self._segments[0].numpy()], threads=threads, cores=cores)
+        resident = touch.wait(0)
+        touch.stop()
+        if not resident:
+            raise PoolError(
+                f"the system has no {self._layout.nbytes / 2**30:.3f} GiB of memory for the first part of the host "
+                f"pool ({touch.failure}); set host_gib lower"
+            ) from touch.failure
 
-    def _pin_pieces(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what is registered by one call: whole layers, joined while they stay within PIN_BYTES.
+    def _pin_first(self, pin: Pinner, pin_bytes: int) -> Registrations | None:
+        """Pin the first segment; None if that is refused, and then nothing is pinned."""
+        registrations = Registrations(
+            pin, [segment.data_ptr() for segment in self._segments], self._layout.pieces(pin_bytes)
+        )
+        if registrations.pin_next():
+            return registrations
+        logger.warning(
+            "Cannot pin the host pool: %.0f MiB were refused. It stays in plain memory: transfers are right but "
+            "slower, and the host waits for each save. Lower host_gib or give the container IPC_LOCK.",
+            registrations.refused_bytes / 2**20,
+        )
+        return None
 
-        A layer is never cut: a copy must not span two registrations. Only a slot can make one larger than PIN_BYTES.
-        """
-        pieces: list[tuple[int, int]] = []
-        start = 0
-        for layer, following in itertools.pairwise([*self._layer_offsets, self._segment_bytes]):
-            if start < layer and following - start > PIN_BYTES:
-                pieces.append((start, layer - start))
-                start = layer
-        pieces.append((start, self._segment_bytes - start))
-        return pieces
-
-    def _unregister_all(self) -> None:
-        while self._registered:
-            assert self._pin is not None
-            self._pin.unregister(self._registered.pop())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _touch(segment: torch.Tensor, threads: int) -> None:
-    """Write to every memory page, so that the system provides it here and not in the middle of a first save."""
-    first_bytes = segment.numpy()[::ALIGNMENT]
-    with ThreadPoolExecutor(threads, thread_name_prefix="layerstream-touch") as workers:
-        for part in np.array_split(first_bytes, threads):
-            workers.submit(part.fill, 0)
+    def _give_up(self) -> None:
+        """Called by the pinning thread: the pool stays as it is, and the memory that would be next goes back."""
+        if self._closing.is_set():
+            return
+        registrations = self._registrations
+        assert registrations is not None
+        self._touch.stop()
+        del self._spans[registrations.segments :]
+        del self._segments[registrations.segments :]
+        self._gave_up = True
+        logger.warning(
+            "Cannot pin more of the host pool (%s): %.2f GiB are used instead of %.2f GiB, and the rest is given back. "
+            "Lower host_gib or give the container IPC_LOCK.",
+            self._touch.failure or f"{registrations.refused_bytes / 2**20:.0f} MiB were refused",
+            registrations.segments * self._layout.nbytes / 2**30,
+            self.nbytes / 2**30,
+        )

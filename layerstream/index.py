@@ -63,7 +63,7 @@ class PrefixIndex:
     """The one owner of which block is where, who uses it, and what goes when room is needed.
 
     Args:
-        slots: slots of the host pool, each of `chunk_blocks` pages.
+        slots: slots of the host pool that may be used, each of `chunk_blocks` pages; `grow` adds more.
         chunk_blocks: most blocks in one chunk.
         policy: chooses what to evict; LRU by default.
     """
@@ -78,7 +78,7 @@ class PrefixIndex:
 
     @property
     def slots(self) -> int:
-        """Slots of the host pool."""
+        """Slots of the host pool that may be used."""
         return self._slots.slots
 
     @property
@@ -90,6 +90,10 @@ class PrefixIndex:
     def used(self) -> int:
         """Slots that hold chunks, or wait for a transfer to end."""
         return self._slots.slots - self._slots.free
+
+    def grow(self, slots: int) -> None:
+        """The host pool has `slots` slots, no fewer than before: those that are new are free."""
+        self._slots.grow(slots)
 
     def match(self, hashes: Sequence[bytes], stop: int) -> int:
         """Number of leading blocks that are published, at most `stop`. Changes nothing, not even recency."""

@@ -7,8 +7,7 @@ index over all pages of one layer, the same number on every layer and rank (`slo
 from __future__ import annotations
 
 import enum
-
-import msgspec
+from dataclasses import dataclass, field
 
 from layerstream.metrics import TransferStats
 
@@ -24,7 +23,8 @@ class JobKind(enum.IntEnum):
     """KV cache to host pool."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
     """Blocks of one request to move in one direction, over all layers.
 
     `block_ids[i]` pairs with the i-th page of `pool_runs` read in order.
@@ -40,11 +40,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """(first pool page, count) of consecutive pages; counts sum to `len(block_ids)`."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccess:
+    """Blocks that a step's forward touches in every layer: manager block ids, repeated where requests share some."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
     """Everything the worker halves do for one scheduler step."""
 
     step: int
     jobs: tuple[Job, ...] = ()
+    model: ModelAccess | None = None
+    """Only with the option `sanitize`."""
 
     @property
     def gated(self) -> bool:
@@ -52,18 +63,21 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return any(job.kind is JobKind.LOAD for job in self.jobs)
 
 
-class Report(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class Report:
     """What worker halves say happened since the last report: counts of ranks per job.
 
     Reports add up: over the ranks of one step (`merge`) and, in the scheduler half, over steps until a job has been
-    counted `world_size` times.
+    counted `world_size` times. Pools only grow, so of two numbers of ready slots the larger is the later one.
     """
 
-    done: dict[int, int] = msgspec.field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
     """job id -> number of ranks whose bytes are complete."""
-    failed: dict[int, int] = msgspec.field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
     """job id -> number of ranks that gave up; a job one rank failed has failed."""
-    stats: TransferStats = msgspec.field(default_factory=TransferStats)
+    ready_slots: dict[int, int] = field(default_factory=dict)
+    """rank -> slots of its pool that may be used, counted from slot 0; of ranks where there are more than before."""
+    stats: TransferStats = field(default_factory=TransferStats)
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report; returns a new one."""
@@ -71,14 +85,20 @@ class Report(msgspec.Struct, kw_only=True):
         for mine, theirs in ((done, other.done), (failed, other.failed)):
             for job_id, count in theirs.items():
                 mine[job_id] = mine.get(job_id, 0) + count
-        return Report(done=done, failed=failed, stats=self.stats.merge(other.stats))
+        ready = dict(self.ready_slots)
+        for rank, slots in other.ready_slots.items():
+            ready[rank] = max(slots, ready.get(rank, 0))
+        return Report(done=done, failed=failed, ready_slots=ready, stats=self.stats.merge(other.stats))
 
 
-class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
     """What one worker half tells the scheduler half once, after its pool is set up."""
 
     rank: int
+    """Number of the rank among those of one engine; its reports name it by the same."""
     pool_slots: int
+    """Slots of its pool once all of them are ready."""
     chunk_blocks: int
     layers: int
     block_bytes: int
@@ -90,3 +110,5 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     isa: str | None
     """Instruction set the pages are packed for; None on a GPU."""
+    ready_slots: int | None = None
+    """Slots of its pool that may be used so far, counted from slot 0; None if all may."""

@@ -6,10 +6,11 @@ overlap ratio = 1 - exposed stall / load time.
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass, fields
 
 
-class TransferStats(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class TransferStats:
     """Counts of one worker half since its last report. Adding two is field by field."""
 
     load_blocks: int = 0
@@ -29,10 +30,10 @@ class TransferStats(msgspec.Struct, kw_only=True):
 
     def merge(self, other: TransferStats) -> TransferStats:
         """Field-wise sum; returns a new object."""
-        return TransferStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+        return TransferStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__struct_fields__)
+        return any(getattr(self, f.name) for f in fields(self))
 
     @property
     def overlap_ratio(self) -> float | None:
@@ -42,7 +43,8 @@ class TransferStats(msgspec.Struct, kw_only=True):
         return max(0.0, 1.0 - self.stall_seconds / self.gated_load_seconds)
 
 
-class CacheStats(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class CacheStats:
     """Counts of the scheduler half since the last line."""
 
     queried_tokens: int = 0
@@ -58,7 +60,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Jobs whose report did not come by the deadline."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__struct_fields__)
+        return any(getattr(self, f.name) for f in fields(self))
 
 
 def _rate(nbytes: int, seconds: float) -> str:

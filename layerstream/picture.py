@@ -1,16 +1,18 @@
-"""The picture of one layerwise load: layers downwards, time to the right."""
+"""Pictures: of one layerwise load, and of what a calibration measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from layerstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from layerstream.rate_table import RateTable
     from layerstream.timeline import Timeline
 
 LOAD, COMPUTE, WAIT = "#2b6cb0", "#8fc9a3", "#d9480f"
+PATH_COLORS = {"staged": "#2b6cb0", "zero_copy": "#d9480f", "batch_dma": "#2f9e6e"}
 _INK, _FAINT = "#1f2933", "#d5dbe1"
 
 
@@ -29,17 +31,11 @@ def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        # Not pyplot, whose state is global to the process and which looks for a display.
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigError(
-            "the timeline's picture needs matplotlib, which cannot be imported; pip install 'layerstream[plot]'"
-        ) from error
+    figure_of = _figure_class()
+    from matplotlib.patches import Patch
 
     layers = timeline.layers
-    figure = Figure(figsize=(9.0, min(9.0, 2.0 + 0.13 * len(layers))), dpi=160, layout="constrained")
+    figure = figure_of(figsize=(9.0, min(9.0, 2.0 + 0.13 * len(layers))), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for shift, color, spans in (
         (-0.23, LOAD, [(t.load_begin, t.load_end) for t in layers]),
@@ -81,11 +77,7 @@ def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
         loc="left",
         pad=10,
     )
-    axes.tick_params(colors=_INK, length=0, labelsize=10)
-    axes.grid(axis="x", color=_FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    _style(axes, grid="x")
     named = ((LOAD, "load: host pool to KV cache"), (COMPUTE, "compute"), (WAIT, "compute waits at the layer's gate"))
     figure.legend(
         handles=[Patch(color=color, label=label) for color, label in named],
@@ -96,3 +88,63 @@ def draw_timeline(timeline: Timeline, path: Path, *, hit_tokens: int) -> Path:
     )
     figure.savefig(path, facecolor="white")
     return path
+
+
+def draw_rates(table: RateTable, path: Path) -> Path:
+    """Draw rate against page size for every path and direction, with the device's large copy as a line; returns `path`.
+
+    A path's line has, for each page size, the largest transfer that was measured.
+
+    Args:
+        table: what was measured.
+        path: file to write; its suffix says the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure = _figure_class()(figsize=(9.0, 4.0), dpi=160, layout="constrained")
+    sizes = table.page_sizes()
+    for axes, (direction, title) in zip(
+        figure.subplots(1, 2, sharey=True), (("load", "host to device"), ("save", "device to host")), strict=True
+    ):
+        for name, color in PATH_COLORS.items():
+            best = {
+                rate.page_bytes: rate.bytes_per_s / 1e9
+                for rate in sorted(table.rates, key=lambda rate: rate.blocks)
+                if rate.path == name and rate.direction == direction
+            }
+            shown = [size for size in sizes if size in best]
+            axes.plot(shown, [best[size] for size in shown], marker="o", markersize=4, color=color, label=name)
+        axes.axhline(table.roofs[direction] / 1e9, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label="large copy")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{size / 1024:g}" for size in sizes], rotation=45 if len(sizes) > 8 else 0)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("page of one layer in KiB", color=_INK, fontsize=11)
+        axes.set_title(title, color=_INK, fontsize=11.5, loc="left")
+        _style(axes, grid="y")
+    figure.axes[0].set_ylabel("GB/s", color=_INK, fontsize=11)
+    figure.suptitle(f"Transfer paths on {table.device}", color=_INK, fontsize=12, x=0.01, ha="left")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, facecolor="white")
+    return path
+
+
+def _figure_class() -> Any:
+    try:
+        # Not pyplot, whose state is global to the process and which looks for a display.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "pictures need matplotlib, which cannot be imported; pip install 'layerstream[plot]'"
+        ) from error
+    return Figure
+
+
+def _style(axes: Any, *, grid: Literal["x", "y"]) -> None:
+    axes.tick_params(colors=_INK, length=0, labelsize=10)
+    axes.grid(axis=grid, color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)

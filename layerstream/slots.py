@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class SlotAllocator:
-    """Hands out the slots `0 .. slots - 1`, in runs as long as can be.
+    """Hands out the slots `0 .. slots - 1`, in runs as long as can be; `grow` adds more.
 
     Free runs never touch each other: a slot that is given back joins its neighbours. `take` and `give` cost O(log runs)
     plus a move inside a sorted list for each run they change.
@@ -64,6 +64,15 @@ class SlotAllocator:
             first, length = slot, 1
         if length:
             self._give_run(first, length)
+
+    def grow(self, slots: int) -> None:
+        """Add the slots from the present number up to `slots`, which may not be smaller, as free ones."""
+        more = slots - self.slots
+        assert more >= 0, f"an allocator of {self.slots} slots was asked to shrink to {slots}"
+        if more:
+            first, self.slots = self.slots, slots
+            self._taken.extend(b"\1" * more)
+            self._give_run(first, more)
 
     def _give_run(self, first: int, length: int) -> None:
         after = first + length

@@ -6,15 +6,16 @@ Perfetto and chrome://tracing open.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 
-
-class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
     """One layer of a load."""
 
     layer: str
@@ -28,7 +29,8 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
     """It arrived at the next layer's gate, or at the end of the step."""
 
 
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
     """A gated load and the compute it hid behind."""
 
     step: int
@@ -74,7 +76,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
                         "dur": max(0.0, end - begin) * 1e6,
                     }
                 )
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": msgspec.to_builtins(self)}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": asdict(self)}
 
     def write(self, folder: Path, rank: int) -> Path:
         """Write `load-<step>-rank<rank>.json` into `folder` at once or not at all; returns its path.
@@ -84,8 +86,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         """
         target = folder / f"load-{self.step:06d}-rank{rank}.json"
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".load-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(self.chrome_trace()))
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(self.chrome_trace(), file)
         Path(temporary).replace(target)
         return target
 
@@ -94,6 +96,11 @@ def read_timeline(path: Path) -> Timeline:
     """Read a file that `Timeline.write` wrote.
 
     Raises:
-        msgspec.ValidationError: the file is a trace, but not one of a layerwise load.
+        ValueError: the file is not such a trace; the message names it.
     """
-    return msgspec.convert(msgspec.json.decode(path.read_bytes())["otherData"], Timeline)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))["otherData"]
+        layers = tuple(LayerTimes(**times) for times in data.pop("layers"))
+        return Timeline(**{**data, "requests": tuple(data["requests"])}, layers=layers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no timeline of a layerwise load ({error!r})") from error

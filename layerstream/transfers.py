@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerstream.jobs import Job, JobKind
+from layerstream.pipeline.base import layer_groups
 
 if TYPE_CHECKING:
-    from layerstream.pipeline.base import Move
-    from layerstream.streams.base import Device, Event
+    from layerstream.pipeline.base import Move, TransferPath
+    from layerstream.streams.base import Event
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Layers of a transfer that travel together, with one set of events."""
+
+    layers: tuple[int, ...]
+    begun: Event
+    """Before its first copy."""
+    done: Event
+    """Its last byte has arrived."""
+    joined: Event
+    """Saves: the KV cache is not read any more."""
+    gate: tuple[Event, Event] | None = None
+    """Gated loads: the compute stream arrived at the gate, and went on."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Jobs that are moved together, with one set of events per layer.
+    """Jobs that are moved together.
 
     It owns everything its queued work reads, and is kept until that work is done.
     """
@@ -23,37 +40,46 @@ class Transfer:
     kind: JobKind
     jobs: tuple[Job, ...]
     move: Move
+    path: TransferPath
     nbytes: int
-    begun: list[Event]
-    """Per layer: before its first copy."""
-    done: list[Event]
-    """Per layer: its last byte has arrived."""
-    joined: list[Event] = field(default_factory=list)
-    """Saves, per layer: the KV cache is not read any more."""
-    gates: dict[int, tuple[Event, Event]] = field(default_factory=dict)
-    """Gated loads: layer -> compute stream arrived at the gate, compute stream went on."""
+    groups: tuple[tuple[int, ...], ...]
+    """Layers that are to travel together; all of one size but the last."""
+    parts: list[Part] = field(default_factory=list)
+    """What was queued, in its order."""
+    part_of: dict[int, Part] = field(default_factory=dict)
+    """Layer -> the part that carries it."""
     submitted: Event | None = None
     """The compute stream's point when the work was queued."""
     closed: Event | None = None
     """Gated loads: the compute stream's point at the end of the step."""
-    queued: set[int] = field(default_factory=set)
-    """Saves: layers already queued."""
+    written: set[int] = field(default_factory=set)
+    """Saves: layers whose KV of the step is complete."""
+    ended: Event | None = None
+    """Loads submitted as one graph: all of it has run. The events of their parts are shared with later loads."""
+    in_graph: bool = False
+    """Gated loads: the waits are nodes of the graph that the step replays, so nobody can time them."""
 
     @classmethod
     def of(
-        cls, step: int, jobs: tuple[Job, ...], move: Move, device: Device, layers: int, block_bytes: int
+        cls,
+        step: int,
+        jobs: tuple[Job, ...],
+        move: Move,
+        path: TransferPath,
+        *,
+        layers: int,
+        block_bytes: int,
+        group: int,
     ) -> Transfer:
-        """Build one with fresh events."""
-        kind = jobs[0].kind
+        """Describe the move of `jobs` by `path`, `group` layers at a time."""
         return cls(
             step=step,
-            kind=kind,
+            kind=jobs[0].kind,
             jobs=jobs,
             move=move,
+            path=path,
             nbytes=move.count * block_bytes,
-            begun=[device.event() for _ in range(layers)],
-            done=[device.event() for _ in range(layers)],
-            joined=[device.event() for _ in range(layers)] if kind is JobKind.SAVE else [],
+            groups=layer_groups(layers, group),
         )
 
     @property
@@ -61,10 +87,27 @@ class Transfer:
         """The requests it moves blocks for, for messages."""
         return tuple(dict.fromkeys(job.request_id for job in self.jobs))
 
+    def group_of(self, layer: int) -> tuple[int, ...]:
+        """The layers that travel with `layer`."""
+        return self.groups[layer // len(self.groups[0])]
+
+    def add(self, part: Part) -> None:
+        """`part` was queued."""
+        self.parts.append(part)
+        self.part_of.update(dict.fromkeys(part.layers, part))
+
+    def parts_of(self, layers: Iterable[int]) -> list[Part]:
+        """The parts that carry `layers`, each once, in the order asked."""
+        return list(dict.fromkeys(self.part_of[layer] for layer in layers))
+
     def finished(self) -> bool:
         """Whether every layer has arrived, and a gated load's step has passed all its gates. Never blocks.
 
         Raises:
             TransferError: an operation failed.
         """
-        return all(event.done() for event in reversed(self.done)) and (self.closed is None or self.closed.done())
+        if self.ended is not None:
+            arrived = self.ended.done()
+        else:
+            arrived = all(part.done.done() for part in reversed(self.parts))
+        return arrived and (self.closed is None or self.closed.done())

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from layerstream.errors import TransferTimeout, VerifyError
 from layerstream.jobs import JobKind
 
@@ -51,6 +49,9 @@ class Verifier:
         self._storages = storages
         self._pool = pool
         self._gather = gather
+        import xxhash
+
+        self._hash = xxhash.xxh3_64
         self._saved: dict[int, int] = {}
         self.compared = dict.fromkeys(JobKind, 0)
         """Blocks compared so far, by the kind of job that moved them."""
@@ -93,7 +94,7 @@ class Verifier:
         )
 
     def _block_fingerprint(self, block: int) -> int:
-        digest = xxhash.xxh3_64()
+        digest = self._hash()
         table = self._device.table([block])
         for layer, storage in zip(self._geometry.layers, self._storages, strict=True):
             packed = self._device.empty(layer.page_bytes)
@@ -102,7 +103,7 @@ class Verifier:
         return digest.intdigest()
 
     def _page_fingerprint(self, page: int) -> int:
-        digest = xxhash.xxh3_64()
+        digest = self._hash()
         for layer in range(len(self._geometry.layers)):
             digest.update(self._pool.span(layer, page, 1).numpy().data)
         return digest.intdigest()

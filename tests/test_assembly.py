@@ -3,43 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from layerstream.assembly import _is_zero_copy, build_engine, kv_geometry
+from layerstream import assembly
+from layerstream.assembly import _open_paths, build_engine, kv_geometry, storage_bytes
 from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError, GeometryError
-from layerstream.geometry import LayerPages
+from layerstream.kernels import reference
+from layerstream.kernels.stack import PageStack
+from layerstream.pipeline.paged_cache import PagedCache, PageKernels
+from layerstream.rate_table import PathRate, RateTable
 
+REFERENCE = PageKernels(
+    reference.gather_pages, reference.scatter_pages, reference.gather_layers, reference.scatter_layers
+)
 TENSORS = {"layer": torch.zeros(4, 2, 16)}
 
 
+class Kind:
+    """A device and a pool of which only what decides about paths is there."""
+
+    def __init__(self, kind: str, *, pinned: bool) -> None:
+        self.kind = kind
+        self.pinned = pinned
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are names, and this machine's calibration is known."""
+    rates = [
+        PathRate(path=path, direction="load", page_bytes=128, blocks=blocks, seconds=seconds)
+        for path, blocks, seconds in (
+            ("staged", 4, 1.0),
+            ("staged", 64, 1.0),
+            ("zero_copy", 4, 0.5),
+            ("batch_dma", 64, 0.5),
+        )
+    ]
+    table = RateTable(device="a GPU", software={}, roofs={}, rates=tuple(rates))
+    monkeypatch.setattr(assembly, "open_path", lambda name, **parts: SimpleNamespace(name=name, **parts))
+    monkeypatch.setattr(assembly, "machine_rates", lambda place, page_bytes, folder: table)
+
+
+def paths_of(asked: str, kind: str, *, pinned: bool) -> tuple[str, str, str]:
+    """Names of the paths of a small load, of a large load, and of saves."""
+    config = StreamConfig.from_extra({"transfer_path": asked})
+    device: Any = Kind(kind, pinned=pinned)
+    cache: Any = PagedCache(kv_geometry(TENSORS, num_blocks=4, block_tokens=2), [storage_bytes(TENSORS["layer"])])
+    paths = _open_paths(device, cache, device, REFERENCE, config)
+    return paths.load(1).name, paths.load(1000).name, paths.save.name
+
+
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
-    ("asked", "device", "zero_copy"),
+    ("asked", "kind", "pinned", "paths"),
     [
-        ("auto", "cpu", True),
-        ("staged", "cpu", False),
-        ("zero_copy", "cpu", True),
-        ("auto", "cuda", False),
-        ("staged", "cuda", False),
+        ("auto", "cpu", False, ("zero_copy", "zero_copy", "zero_copy")),
+        ("staged", "cpu", False, ("staged", "staged", "staged")),
+        ("batch_dma", "cpu", False, ("batch_dma", "batch_dma", "batch_dma")),
+        ("auto", "cuda", True, ("zero_copy", "batch_dma", "staged")),
+        ("staged", "cuda", True, ("staged", "staged", "staged")),
+        ("zero_copy", "cuda", True, ("zero_copy", "zero_copy", "staged")),
+        ("batch_dma", "cuda", True, ("batch_dma", "batch_dma", "staged")),
+        ("auto", "cuda", False, ("staged", "staged", "staged")),
+        ("zero_copy", "cuda", False, ("staged", "staged", "staged")),
     ],
 )
-def test_the_path_follows_option_and_device(asked: str, device: str, zero_copy: bool) -> None:
-    config = StreamConfig.from_extra({"transfer_path": asked})
-    assert _is_zero_copy(config, device) is zero_copy
+def test_paths_follow_option_device_pinning_and_calibration(
+    asked: str, kind: str, pinned: bool, paths: tuple[str, str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert paths_of(asked, kind, pinned=pinned) == paths
+    refused = kind == "cuda" and not pinned and asked != "auto"
+    assert ("needs a pinned host pool" in caplog.text) is refused
 
 
-def test_zero_copy_on_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"transfer_path.*'cuda'; use \"auto\" or \"staged\""):
-        _is_zero_copy(StreamConfig.from_extra({"transfer_path": "zero_copy"}), "cuda")
+@pytest.mark.usefixtures("opened")
+def test_without_a_calibration_loads_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "machine_rates", lambda place, page_bytes, folder: None)
+    assert paths_of("auto", "cuda", pinned=True) == ("staged", "staged", "staged")
 
 
-@pytest.mark.parametrize(("path", "name"), [("auto", "zero_copy"), ("staged", "staged")])
+@pytest.mark.parametrize(("path", "name"), [("auto", "zero_copy"), ("staged", "staged"), ("batch_dma", "batch_dma")])
 def test_a_cpu_engine_has_the_path_it_was_asked_for(path: str, name: str) -> None:
     config = StreamConfig.from_extra({"host_gib": 0.001, "transfer_path": path, "staging_mib": 1})
     engine = build_engine(TENSORS, num_blocks=4, block_tokens=2, config=config)
-    assert engine._path.name == name
+    assert engine._paths.save.name == engine._paths.load(3).name == name
     assert engine.close(5.0)
 
 
@@ -68,24 +120,21 @@ def test_a_trace_folder_that_cannot_be_made_is_one_clear_error(tmp_path: object)
 
 
 def test_kernels_are_warmed_up_once_a_layout_and_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerstream.kernels import reference
-
     warmed: list[tuple[str, list[int]]] = []
 
-    def spy(name: str) -> None:
-        real = getattr(reference, name)
+    def gather(dst: torch.Tensor, stack: PageStack, first: int, layers: int, blocks: torch.Tensor) -> None:
+        warmed.append(("gather", blocks.tolist()))
+        REFERENCE.gather_layers(dst, stack, first, layers, blocks)
 
-        def kernel(dst: torch.Tensor, src: torch.Tensor, layer: LayerPages, blocks: torch.Tensor) -> None:
-            warmed.append((name, blocks.tolist()))
-            real(dst, src, layer, blocks)
+    def scatter(stack: PageStack, first: int, layers: int, src: torch.Tensor, blocks: torch.Tensor) -> None:
+        warmed.append(("scatter", blocks.tolist()))
+        REFERENCE.scatter_layers(stack, first, layers, src, blocks)
 
-        monkeypatch.setattr(reference, name, kernel)
-
-    spy("gather_pages")
-    spy("scatter_pages")
+    monkeypatch.setattr(reference, "gather_layers", gather)
+    monkeypatch.setattr(reference, "scatter_layers", scatter)
     tensors = {"a": torch.ones(4, 2, 16), "b": torch.ones(4, 2, 16), "wider": torch.ones(4, 2, 32)}
     config = StreamConfig.from_extra({"host_gib": 0.001})
     engine = build_engine(tensors, num_blocks=4, block_tokens=2, config=config)
-    assert warmed == 2 * [("gather_pages", [-1]), ("scatter_pages", [-1])]
+    assert warmed == 2 * [("gather", [-1]), ("scatter", [-1])]
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())
     assert engine.close(5.0)

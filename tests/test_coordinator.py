@@ -160,6 +160,85 @@ def test_the_pool_is_sized_once() -> None:
         rig.coordinator.set_slots(9)
 
 
+def growing(ready: dict[int, int], planned: int = 8) -> Rig:
+    rig = Rig(slots=0, world=len(ready), chunk_blocks=2)
+    rig.coordinator.set_slots(planned, ready=ready)
+    return rig
+
+
+def test_the_rank_with_the_fewest_ready_slots_decides_however_the_reports_come() -> None:
+    rig = growing({0: 2, 1: 2, 2: 4})
+    coordinator = rig.coordinator
+    seen = [coordinator.pool_slots]
+    for report in (
+        Report(ready_slots={0: 4}),
+        Report(ready_slots={0: 6}).merge(Report(ready_slots={2: 6})),
+        Report(ready_slots={1: 4}),
+        Report(done={99: 1}),
+        Report(ready_slots={1: 8}),
+        Report(ready_slots={0: 8}).merge(Report(ready_slots={2: 8})),
+    ):
+        assert not coordinator.report(report)
+        seen.append(coordinator.pool_slots)
+        assert not coordinator.pending
+    assert seen == [2, 2, 2, 4, 4, 6, 8]
+    assert coordinator.planned_slots == 8
+
+
+def test_a_pool_never_shrinks_and_never_outgrows_the_smallest_rank() -> None:
+    rig = growing({0: 2, 1: 4}, planned=5)
+    for slots in (4, 9, 2):
+        rig.coordinator.report(Report(ready_slots={0: slots}))
+        assert rig.coordinator.pool_slots == 4
+    rig.coordinator.report(Report(ready_slots={1: 9}))
+    assert rig.coordinator.pool_slots == rig.coordinator.planned_slots == 5
+    whole = Rig(slots=8)
+    whole.coordinator.report(Report(ready_slots={0: 4}))
+    assert whole.coordinator.pool_slots == 8
+
+
+def test_every_rank_says_what_is_ready_under_a_number_of_its_own() -> None:
+    with pytest.raises(PoolError, match=r"ranks \[0\] said how many of their slots are ready, and there are 2 ranks"):
+        Rig(slots=0, world=2).coordinator.set_slots(8, ready={0: 2})
+
+
+def test_a_pool_that_grows_keeps_its_planned_size() -> None:
+    rig = growing({0: 2})
+    rig.coordinator.set_slots(8, ready={0: 4})
+    assert rig.coordinator.pool_slots == 4
+    with pytest.raises(PoolError, match="8 slots and cannot change to 4"):
+        rig.coordinator.set_slots(4)
+
+
+def test_jobs_name_only_pages_that_every_rank_has_ready() -> None:
+    rig = growing({0: 2, 1: 4})
+    first, second = chain(range(4)), chain("abcdefgh")
+    assert pages(*rig.save("a", first)) == [0, 1, 2, 3]
+    rig.admit("loads", first, external=4)
+    load = rig.job()
+    rig.admit("b", second)
+    rig.observe("b", second)
+    assert rig.jobs() == () and rig.coordinator.take_stats().dropped_blocks == 8
+    rig.coordinator.finish("b")
+    rig.coordinator.report(Report(ready_slots={0: 6}, done={load.job_id: 1}))
+    assert max(pages(*rig.save("c", second))) < 4 * 2
+    assert rig.hit(second) == 4, "the head that fits beside what is being loaded"
+    assert rig.coordinator.pool_used == 4
+    rig.coordinator.report(Report(ready_slots={1: 6}))
+    assert pages(*rig.save("d", second)) == [8, 9, 10, 11]
+    rig.coordinator.report(Report(done={load.job_id: 1}))
+    assert rig.hit(first) == 4 and rig.hit(second) == 8
+
+
+def test_a_rank_that_stays_below_its_plan_holds_all_ranks_there() -> None:
+    rig = growing({0: 2, 1: 2})
+    rig.coordinator.report(Report(ready_slots={0: 8}))
+    for number in range(5):
+        (job,) = rig.save(f"r{number}", chain([number, "x", "y", "z"]))
+        assert sorted(pages(job)) == [0, 1, 2, 3]
+    assert (rig.coordinator.pool_slots, rig.coordinator.pool_used) == (2, 2)
+
+
 def test_what_one_request_saves_another_loads_into_its_own_blocks() -> None:
     rig = Rig()
     prompt = chain(range(6))

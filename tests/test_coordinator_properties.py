@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -86,6 +87,8 @@ class Rank:
 
 class Gated(RuleBasedStateMachine):
     PARKED = False
+    READY: ClassVar = dict.fromkeys(RANKS, SLOTS)
+    """Slots of each rank's pool that may be used at the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +103,8 @@ class Gated(RuleBasedStateMachine):
             clock=self.clock,
             job_deadline_s=60.0,
         )
-        self.coordinator.set_slots(SLOTS)
+        self.ready = dict(self.READY)
+        self.coordinator.set_slots(SLOTS, ready=self.ready)
         self.ranks = [Rank() for _ in RANKS]
         self.lives: dict[str, Life] = {}
         self.preempted: dict[str, list[bytes]] = {}
@@ -186,7 +190,18 @@ class Gated(RuleBasedStateMachine):
     def pages(self, job: Job) -> list[int]:
         pages = [page for first, count in job.pool_runs for page in range(first, first + count)]
         assert len(pages) == len(set(pages)) == len(job.block_ids)
+        assert max(pages) < min(self.ready.values()) * CHUNK, "a page that some rank has not ready"
         return pages
+
+    @precondition(lambda self: min(self.ready.values()) < SLOTS)
+    @rule(number=st.sampled_from(RANKS), more=st.integers(1, 2), both=st.booleans())
+    def grow(self, number: int, more: int, both: bool) -> None:
+        """A rank, or all of them in one step, has more of its pool ready."""
+        report = Report()
+        for rank in RANKS if both else (number,):
+            self.ready[rank] = min(SLOTS, self.ready[rank] + more)
+            report = report.merge(Report(ready_slots={rank: self.ready[rank]}))
+        assert not self.coordinator.report(report)
 
     def ship_load(self, job: Job) -> None:
         life = self.lives[job.request_id]
@@ -294,6 +309,10 @@ class Gated(RuleBasedStateMachine):
     # What must always hold.
 
     @invariant()
+    def the_pool_is_as_large_as_the_smallest_rank(self) -> None:
+        assert self.coordinator.pool_slots == min(self.ready.values())
+
+    @invariant()
     def a_hit_has_its_own_bytes_on_every_rank(self) -> None:
         state = pickle.dumps(self.coordinator)
         index, epoch = self.coordinator._index, self.coordinator.epoch
@@ -322,6 +341,8 @@ class Gated(RuleBasedStateMachine):
         assert not self.coordinator.pending and not self.coordinator.take_outcome()
         index = self.coordinator._index
         assert index is not None and index.used == index.chunks, "a slot leaked"
+        while min(self.ready.values()) < SLOTS:
+            self.grow(0, SLOTS, True)
         self.coordinator.take_stats()
         fill = chain(f"fill {block}" for block in range(SLOTS * CHUNK))
         self.lives = {"fill": Life(fill, list(range(10_000, 10_000 + len(fill))), 0)}
@@ -336,10 +357,23 @@ class Parked(Gated):
     PARKED = True
 
 
+class GrowingGated(Gated):
+    READY: ClassVar = {0: 1, 1: 2}
+
+
+class GrowingParked(Parked):
+    READY: ClassVar = {0: 2, 1: 1}
+
+
 TestGated = Gated.TestCase
 TestGated.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
 TestParked = Parked.TestCase
 TestParked.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+
+TestGrowingGated = GrowingGated.TestCase
+TestGrowingGated.settings = settings(max_examples=20, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+TestGrowingParked = GrowingParked.TestCase
+TestGrowingParked.settings = TestGrowingGated.settings
 
 
 def test_the_engine_of_these_tests_notices_a_broken_promise() -> None:

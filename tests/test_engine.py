@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from layerstream.assembly import build_engine, storage_bytes
+from layerstream.assembly import build_engine, kv_geometry, storage_bytes
 from layerstream.config import StreamConfig
 from layerstream.engine import StreamEngine
 from layerstream.errors import TransferError, VerifyError
 from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.kernels import reference
+from layerstream.kernels.stack import PageStack
 from layerstream.timeline import read_timeline
 from layerstream.transfers import Transfer
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 5, 24, 2, 4, 16
 
 
-def kv_tensors() -> dict[str, torch.Tensor]:
+def kv_tensors(layers: int = LAYERS) -> dict[str, torch.Tensor]:
     """`[blocks, heads, tokens, width]` float32 per layer, in one storage, layer after layer."""
-    everything = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.float32)
+    everything = torch.arange(layers * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.float32)
     return {
-        f"layer.{index}": part.view(BLOCKS, HEADS, TOKENS, WIDTH) for index, part in enumerate(everything.chunk(LAYERS))
+        f"layer.{index}": part.view(BLOCKS, HEADS, TOKENS, WIDTH) for index, part in enumerate(everything.chunk(layers))
     }
 
 
 def make_engine(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
-    extra = {"host_gib": 0.01, "chunk_tokens": 3 * TOKENS, "staging_mib": 1, "transfer_path": "staged", **options}
+    extra = {
+        "host_gib": 0.01,
+        "chunk_tokens": 3 * TOKENS,
+        "staging_mib": 1,
+        "transfer_path": "staged",
+        "layers_per_gate": 1,
+    }
+    extra.update(options)
     return build_engine(tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra))
 
 
@@ -62,6 +72,13 @@ def run_step(engine: StreamEngine, *jobs: Job, hooks: bool = True, step: int = 1
     if plan is not None and not plan.gated:
         engine.start_loads(layerwise=hooks)
     engine.end_step()
+
+
+def replace_kernel(
+    monkeypatch: pytest.MonkeyPatch, engine: StreamEngine, name: str, kernel: Callable[..., None]
+) -> None:
+    path: Any = engine._paths.save
+    monkeypatch.setattr(path, "_kernels", path._kernels._replace(**{name: kernel}))
 
 
 def reports(engine: StreamEngine, *job_ids: int) -> Report:
@@ -191,7 +208,7 @@ def test_a_failed_save_is_reported_and_the_step_goes_on(engine: StreamEngine, mo
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError("no such page")
 
-    monkeypatch.setattr(engine._path, "_gather", broken)
+    replace_kernel(monkeypatch, engine, "gather_layers", broken)
     run_step(engine, job(7, JobKind.SAVE, [1], (0, 1)))
     assert reports(engine, 7).failed == {7: 1}
 
@@ -203,7 +220,7 @@ def test_a_failed_load_stops_the_step_and_names_the_request(
         raise OSError("no such page")
 
     run_step(engine, job(1, JobKind.SAVE, [1], (0, 1)))
-    monkeypatch.setattr(engine._path, "_scatter", broken)
+    replace_kernel(monkeypatch, engine, "scatter_layers", broken)
     with pytest.raises(TransferError, match=r"requests lost did not arrive at layer layer\.0"):
         run_step(engine, job(2, JobKind.LOAD, [1], (0, 1), request="lost"))
 
@@ -240,7 +257,7 @@ def test_a_save_larger_than_the_ring_is_exact(tensors: dict[str, torch.Tensor]) 
     engine = make_engine(tensors)
     storage = storage_bytes(next(iter(tensors.values())))
     page = engine.geometry.layers[0].page_bytes
-    engine._path._piece_bytes = 2 * page  # type: ignore[attr-defined]
+    engine._paths.save._piece_bytes = 2 * page  # type: ignore[attr-defined]
     before = storage.clone()
     blocks = list(range(0, BLOCKS - 1, 2))
     run_step(engine, job(1, JobKind.SAVE, blocks, (1, len(blocks))))
@@ -252,12 +269,16 @@ def test_a_save_larger_than_the_ring_is_exact(tensors: dict[str, torch.Tensor]) 
     assert engine.close(10.0)
 
 
-def test_verify_sees_wrong_bytes_in_the_cache_though_the_pool_is_right(tensors: dict[str, torch.Tensor]) -> None:
+def test_verify_sees_wrong_bytes_in_the_cache_though_the_pool_is_right(
+    tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(tensors, verify=True)
     run_step(engine, job(1, JobKind.SAVE, [2], (4, 1)))
-    path = engine._path
-    right = path._scatter  # type: ignore[attr-defined]
-    path._scatter = lambda dst, src, layer, blocks: right(dst, src, layer, blocks + 1)  # type: ignore[attr-defined]
+
+    def beside(stack: PageStack, first: int, layers: int, src: torch.Tensor, blocks: torch.Tensor) -> None:
+        reference.scatter_layers(stack, first, layers, src, blocks + 1)
+
+    replace_kernel(monkeypatch, engine, "scatter_layers", beside)
     with pytest.raises(VerifyError, match="block 8 was restored with other bytes"):
         run_step(engine, job(2, JobKind.LOAD, [8], (4, 1)))
     assert engine.close(10.0)
@@ -298,4 +319,77 @@ def test_a_timeline_that_cannot_be_written_is_given_up(
         run_step(engine, job(number, JobKind.LOAD, [8], (4, 1)))
         assert reports(engine, number).done[number] == 1
     assert caplog.text.count("no more timelines") == 1
+    assert engine.close(10.0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, LAYERS, LAYERS + 3])
+@pytest.mark.parametrize("order", [range(LAYERS), (3, 0, 4, 1, 2)], ids=["in order", "out of order"])
+def test_layers_that_travel_together_are_exact(
+    tensors: dict[str, torch.Tensor], group: int, order: Sequence[int]
+) -> None:
+    engine = make_engine(tensors, layers_per_gate=group)
+    want = {name: tensor[torch.tensor([2, 9])].clone() for name, tensor in tensors.items()}
+    for kind, blocks in ((JobKind.SAVE, [2, 9]), (JobKind.LOAD, [20, 11])):
+        engine.begin_step(StepPlan(step=1, jobs=(job(kind.value, kind, blocks, (5, 2)),)))
+        engine.start_loads(layerwise=True)
+        for layer in order:
+            engine.wait_layer(layer)
+            if kind is JobKind.LOAD:
+                name, tensor = list(tensors.items())[layer]
+                assert torch.equal(tensor[torch.tensor(blocks)], want[name])
+            engine.save_layer(layer)
+        engine.end_step()
+        assert reports(engine, kind.value).done == {kind.value: 1}
+    assert engine.close(10.0)
+
+
+def test_small_layers_are_grouped_and_large_ones_are_not(tensors: dict[str, torch.Tensor]) -> None:
+    page = kv_geometry(tensors, num_blocks=BLOCKS, block_tokens=TOKENS).layers[0].page_bytes
+    engine = make_engine(kv_tensors(layers=16), layers_per_gate=None)
+    for group_bytes, blocks, size in (
+        (0, 1, 1),
+        (2 * page, 2, 1),
+        (3 * page, 1, 3),
+        (3 * page, 2, 2),
+        (99 * page, 1, 4),
+    ):
+        engine._group_bytes = group_bytes
+        assert engine._group_size(blocks) == size
+    assert engine.close(10.0)
+
+
+def test_a_step_uploads_one_table(engine: StreamEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    table = engine.device.table
+
+    def spy(values: Sequence[int]) -> torch.Tensor:
+        asked.append(list(values))
+        return table(values)
+
+    monkeypatch.setattr(engine.device, "table", spy)
+    run_step(
+        engine,
+        job(1, JobKind.PARKED_LOAD, [3], (0, 1)),
+        job(2, JobKind.SAVE, [4, 5], (2, 2)),
+        job(3, JobKind.LOAD, [6], (1, 1)),
+        job(4, JobKind.SAVE, [7], (9, 1)),
+    )
+    assert asked == [[6, 4, 5, 7, 3]]
+    reports(engine, 1, 2, 3, 4)
+
+
+def test_what_no_hook_saved_is_saved_by_one_launch_for_alike_layers(
+    tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tensors)
+    launches: list[int] = []
+
+    def spy(dst: torch.Tensor, stack: PageStack, first: int, layers: int, blocks: torch.Tensor) -> None:
+        launches.append(layers)
+        reference.gather_layers(dst, stack, first, layers, blocks)
+
+    replace_kernel(monkeypatch, engine, "gather_layers", spy)
+    run_step(engine, job(1, JobKind.SAVE, [2, 9], (3, 2)), hooks=False)
+    reports(engine, 1)
+    assert launches == [LAYERS]
     assert engine.close(10.0)

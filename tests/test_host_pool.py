@@ -3,6 +3,9 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerstream import host_pool
+from layerstream import first_touch, registrations
 from layerstream.errors import PoolError
-from layerstream.host_pool import ALIGNMENT, HostPool
+from layerstream.first_touch import TOUCH_BYTES
+from layerstream.host_pool import HostPool, Pinner
+from layerstream.registrations import PIN_BYTES
+from layerstream.segment_layout import ALIGNMENT
 from layerstream.streams.cuda import CudaPinner
 from tests.rigs.fake_cuda import FakeRuntime
+from tests.rigs.fake_pinning import FakeMemory, FakePinner, no_thread_is_left, own_threads, until
 
 PAGES = [1000, 5000, 4096]
 SLOT = 12288 + 20480 + 16384
@@ -22,8 +29,23 @@ SLOT = 12288 + 20480 + 16384
 MIB = 1 << 20
 
 
-def small_pool(budget_bytes: int = 4 * MIB, segment_bytes: int = MIB, pin: CudaPinner | None = None) -> HostPool:
-    return HostPool(page_bytes=PAGES, chunk_blocks=4, budget_bytes=budget_bytes, segment_bytes=segment_bytes, pin=pin)
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    with no_thread_is_left():
+        yield
+
+
+def small_pool(
+    budget_bytes: int = 4 * MIB, segment_bytes: int = MIB, pin: Pinner | None = None, pin_bytes: int = PIN_BYTES
+) -> HostPool:
+    return HostPool(
+        page_bytes=PAGES,
+        chunk_blocks=4,
+        budget_bytes=budget_bytes,
+        segment_bytes=segment_bytes,
+        pin=pin,
+        pin_bytes=pin_bytes,
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -127,16 +149,30 @@ def test_a_slot_larger_than_a_segment_gets_a_segment_of_its_own() -> None:
     assert (pool.slots, pool.pages_per_segment) == (2, 4)
 
 
-def test_only_the_first_segment_is_made_resident() -> None:
+def test_the_start_waits_for_the_first_segment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = FakeMemory(free=16)
+    monkeypatch.setattr(first_touch, "populate", system.populate)
+    pool = HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=256 * MIB, segment_bytes=64 * MIB)
+    first = pool.span(0, 0, 1).data_ptr()
+    assert sorted(system.given) == [first + piece * TOUCH_BYTES for piece in range(16)]
+    assert pool.ready_slots == pool.slots == 256 and pool.final and not pool.pinned
+    system.give(48)
+    until(lambda: not own_threads())
+    everything = {span.data_ptr() for first, count in pool.split(0, 256) for span in [pool.span(0, first, count)]}
+    assert len(system.given) == len(set(system.given)) == 64 and everything <= set(system.given)
+    pool.close()
+
+
+def test_the_rest_is_made_resident_in_the_background() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=8 * MIB).close()
     before = resident()
     pool = HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=256 * MIB, segment_bytes=64 * MIB, touch_threads=3)
-    grown = resident() - before
     assert pool.nbytes == 256 * MIB
-    assert 60 * MIB < grown < 128 * MIB
+    until(lambda: resident() - before > 240 * MIB)
+    pool.close()
 
 
 def test_views_outlive_the_pool() -> None:
@@ -155,17 +191,19 @@ def test_closing_gives_the_memory_back() -> None:
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
     before = mapped()
-    pool = HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=4 << 30)
+    pool = HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=4 << 30, segment_bytes=64 * MIB)
     assert mapped() - before >= 4 << 30
     pool.close()
+    assert own_threads() == []
     assert mapped() - before < 1 << 30
 
 
-def test_every_byte_is_registered_once_and_unregistered_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "PIN_BYTES", 256 << 10)
+def test_every_byte_is_registered_once_and_unregistered_at_close() -> None:
     runtime = FakeRuntime()
-    pool = small_pool(pin=CudaPinner(runtime))
-    assert pool.pinned
+    pool = small_pool(pin=CudaPinner(runtime), pin_bytes=256 << 10)
+    pool.start_pinning()
+    until(lambda: pool.final)
+    assert pool.pinned and pool.ready_slots == pool.slots
     assert sum(runtime.registered.values()) == pool.nbytes
     assert max(runtime.registered.values()) <= 256 << 10
     pieces = sorted(runtime.registered.items())
@@ -179,24 +217,34 @@ def test_every_byte_is_registered_once_and_unregistered_at_close(monkeypatch: py
     assert runtime.registered == {} and not pool.pinned
 
 
-def test_a_layer_that_fits_one_registration_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "PIN_BYTES", 600 << 10)
+def test_a_layer_that_fits_one_registration_is_never_cut() -> None:
     runtime = FakeRuntime()
-    pool = small_pool(pin=CudaPinner(runtime))
+    pool = small_pool(pin=CudaPinner(runtime), pin_bytes=600 << 10)
+    pool.start_pinning()
+    until(lambda: pool.final)
     assert len(runtime.registered) == 2 * 4
     for layer in range(len(PAGES)):
         for first, count in pool.split(0, pool.pages):
             span = pool.span(layer, first, count)
             start, end = span.data_ptr(), span.data_ptr() + span.nbytes
             assert any(at <= start and end <= at + nbytes for at, nbytes in runtime.registered.items())
+    pool.close()
 
 
-@pytest.mark.parametrize("refused", [1, 3, 4])
-def test_one_refusal_leaves_nothing_pinned(refused: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_a_refusal_at_the_start_leaves_nothing_pinned_and_everything_usable(
+    refused: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = FakeMemory()
+    monkeypatch.setattr(first_touch, "populate", system.populate)
     runtime = FakeRuntime(refuse_from=refused)
     with caplog.at_level(logging.WARNING):
-        pool = small_pool(pin=CudaPinner(runtime))
+        pool = small_pool(pin=CudaPinner(runtime), pin_bytes=400 << 10)
+        pool.start_pinning()
+    until(lambda: not own_threads())
     assert not pool.pinned
+    assert pool.ready_slots == pool.slots and pool.final
+    assert system.in_use == {False, True}, "slots that may be used are touched as if they were"
     assert len(runtime.calls) == refused
     assert runtime.registered == {} and runtime.last_error == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -204,3 +252,212 @@ def test_one_refusal_leaves_nothing_pinned(refused: int, caplog: pytest.LogCaptu
     pool.span(0, pool.pages - 1, 1).fill_(3)
     pool.close()
     assert runtime.registered == {} and runtime.last_error == 0
+
+
+def pinned_pool(pin: FakePinner) -> HostPool:
+    """Four segments, each pinned by two calls."""
+    pool = small_pool(pin=pin, pin_bytes=600 << 10)
+    assert len(pin.calls) == 2 and pool.pinned
+    return pool
+
+
+def test_nothing_is_pinned_after_the_first_segment_until_it_may_be() -> None:
+    pin = FakePinner()
+    pool = pinned_pool(pin)
+    until(lambda: not own_threads())
+    assert len(pin.calls) == 2
+    assert pool.ready_slots == pool.slots // 4 and not pool.final
+    for _ in range(3):
+        pool.start_pinning()
+    until(lambda: pool.final)
+    assert pool.ready_slots == pool.slots and len(pin.calls) == 8
+    pool.start_pinning()
+    until(lambda: not own_threads())
+    pool.close()
+    pool.start_pinning()
+    assert pin.registered == {} and own_threads() == [] and len(pin.calls) == 8
+
+
+def test_slots_become_usable_with_all_of_their_segment() -> None:
+    pin = FakePinner()
+    pool = pinned_pool(pin)
+    pin.hold()
+    pool.start_pinning()
+    quarter, seen = pool.slots // 4, []
+    for calls in range(3, 9):
+        until(lambda calls=calls: len(pin.calls) == calls)  # type: ignore[misc]
+        seen.append(pool.ready_slots)
+        pin.let()
+    until(lambda: pool.final)
+    assert seen == [quarter, quarter, 2 * quarter, 2 * quarter, 3 * quarter, 3 * quarter]
+    assert pool.pages == pool.slots * 4 == pool.ready_slots * 4
+    pool.close()
+
+
+def test_a_segment_is_pinned_only_once_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, pin = FakeMemory(free=1), FakePinner()
+    monkeypatch.setattr(first_touch, "populate", system.populate)
+    pool = pinned_pool(pin)
+    starts = [pool.span(0, page, 1).data_ptr() for page in range(0, pool.pages, pool.pages_per_segment)]
+    without_memory: list[int] = []
+    register = pin.register
+
+    def check(address: int, nbytes: int) -> bool:
+        start = max(start for start in starts if start <= address)
+        if start not in system.given:
+            without_memory.append(address)
+        return register(address, nbytes)
+
+    monkeypatch.setattr(pin, "register", check)
+    pool.start_pinning()
+    until(lambda: len(system.asked) > 1)
+    assert pool.ready_slots == pool.slots // 4 and len(pin.calls) == 2
+    assert system.in_use == {False}
+    for pieces in range(2, 5):
+        system.give()
+        until(lambda pieces=pieces: len(system.given) == pieces)  # type: ignore[misc]
+    until(lambda: pool.final)
+    assert without_memory == [] and sorted(system.given) == sorted(starts)
+    pool.close()
+
+
+@pytest.mark.parametrize(("refused", "kept"), [(3, 1), (4, 1), (5, 2), (8, 3)])
+def test_after_a_refusal_in_the_background_the_pool_stays_as_it_is(
+    refused: int, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pin = FakePinner(refuse_from=refused)
+    pool = pinned_pool(pin)
+    planned = pool.slots
+    pool.span(0, 0, 3).fill_(9)
+    with caplog.at_level(logging.WARNING):
+        pool.start_pinning()
+        until(lambda: pool.final and not own_threads())
+    assert (pool.slots, pool.ready_slots) == (planned, kept * planned // 4)
+    assert pool.pinned
+    assert len(pin.calls) == refused and len(pin.registered) == 2 * kept
+    assert bool((pool.span(0, 0, 3) == 9).all())
+    pool.span(0, kept * pool.pages_per_segment - 1, 1).fill_(3)
+    with pytest.raises(IndexError):
+        pool.span(0, kept * pool.pages_per_segment, 1)
+    (record,) = caplog.records
+    used, meant = kept * pool.nbytes / 4 / 2**30, pool.nbytes / 2**30
+    assert f"{used:.2f} GiB are used instead of {meant:.2f} GiB" in record.message
+    pool.start_pinning()
+    pool.close()
+    assert pin.registered == {} and len(pin.calls) == refused
+
+
+def test_memory_that_cannot_be_pinned_goes_back_at_once() -> None:
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    before = mapped()
+    pool = HostPool(
+        page_bytes=[MIB], chunk_blocks=1, budget_bytes=4 << 30, segment_bytes=64 * MIB, pin=FakePinner(refuse_from=3)
+    )
+    assert mapped() - before >= 4 << 30
+    pool.start_pinning()
+    until(lambda: pool.final)
+    assert pool.ready_slots == 2 * 64
+    until(lambda: mapped() - before < 1 << 30)
+    pool.close()
+
+
+def test_memory_that_the_system_does_not_have_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "populate", FakeMemory(free=0, error=OSError(12, "no memory")).populate)
+    with pytest.raises(PoolError, match=r"first part of the host pool .*no memory.*set host_gib lower"):
+        small_pool()
+    assert own_threads() == []
+
+
+def test_memory_that_ends_later_ends_the_growth(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(first_touch, "populate", FakeMemory(free=2, error=OSError(12, "no memory")).populate)
+    pin = FakePinner()
+    with caplog.at_level(logging.WARNING):
+        pool = pinned_pool(pin)
+        pool.start_pinning()
+        until(lambda: pool.final)
+    assert pool.ready_slots == pool.slots // 2
+    (record,) = caplog.records
+    assert "no memory" in record.message
+    pool.close()
+    assert pin.registered == {}
+
+
+@pytest.mark.parametrize("pinning", [False, True], ids=["before pinning", "while pinning waits"])
+def test_closing_does_not_wait_for_memory(pinning: bool, caplog: pytest.LogCaptureFixture) -> None:
+    pin = FakePinner()
+    with caplog.at_level(logging.WARNING):
+        pool = HostPool(page_bytes=[MIB], chunk_blocks=1, budget_bytes=4 << 30, segment_bytes=16 * MIB, pin=pin)
+        if pinning:
+            pool.start_pinning()
+        pool.close()
+    assert own_threads() == [] and pin.registered == {}
+    assert pool.ready_slots < pool.slots
+    assert caplog.records == [], "the end is no refusal"
+
+
+def test_closing_during_a_registration_waits_for_it_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pin = FakePinner()
+    pool = pinned_pool(pin)
+    pin.hold()
+    pool.start_pinning()
+    until(lambda: len(pin.calls) == 3)
+    closer = threading.Thread(target=pool.close)
+    with caplog.at_level(logging.WARNING):
+        closer.start()
+        until(lambda: not pool.pinned)
+        assert pin.registered and closer.is_alive()
+        pin.let()
+        closer.join(10)
+    assert not closer.is_alive() and own_threads() == []
+    assert pin.registered == {} and len(pin.calls) == 3
+    assert caplog.records == []
+    with pytest.raises(IndexError):
+        pool.span(0, 0, 1)
+
+
+def test_memory_stays_mapped_under_a_registration_that_does_not_return(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registrations, "JOIN_S", 0.05)
+    pin = FakePinner()
+    pool = pinned_pool(pin)
+    pin.hold()
+    pool.start_pinning()
+    until(lambda: len(pin.calls) == 3)
+    with caplog.at_level(logging.ERROR):
+        pool.close()
+    assert "until the process ends" in caplog.text
+    pool.span(0, pool.pages - 1, 1).fill_(1)
+    pin.let()
+    until(lambda: not own_threads())
+    pool.close()
+    assert pin.registered == {}
+
+
+def test_memory_is_touched_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[int, ...]] = set()
+
+    def look(_: object, *, in_use: bool) -> bool:
+        seen.add(tuple(os.sched_getaffinity(0)))
+        return True
+
+    monkeypatch.setattr(first_touch, "populate", look)
+    core = max(os.sched_getaffinity(0))
+    pool = HostPool(page_bytes=PAGES, chunk_blocks=4, budget_bytes=4 * MIB, segment_bytes=MIB, cores=[core])
+    until(lambda: not own_threads())
+    assert seen == {(core,)}
+    pool.close()
+
+
+def test_few_threads_work_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = FakeMemory(free=1)
+    monkeypatch.setattr(first_touch, "populate", system.populate)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    pool = HostPool(page_bytes=PAGES, chunk_blocks=4, budget_bytes=16 * MIB, segment_bytes=MIB)
+    assert len(own_threads()) == 4
+    system.give(15)
+    pool.close()

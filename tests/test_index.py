@@ -71,6 +71,21 @@ def test_a_chunk_grows_in_place_until_it_is_full() -> None:
     assert index.used == index.chunks == 2
 
 
+def test_a_grown_pool_takes_more_before_anything_is_evicted() -> None:
+    index = PrefixIndex(slots=2, chunk_blocks=2)
+    first, second = chain(range(4)), chain("abcd")
+    pinned = save(index, first)
+    index.pin(pinned)
+    assert index.reserve(second, 0, 4) is None
+    index.grow(4)
+    assert (index.slots, index.used) == (4, 2)
+    assert pages(index, save(index, second)) == [4, 5, 6, 7]
+    assert index.match(first, 4) == index.match(second, 4) == 4
+    assert index.evicted == 0
+    index.unpin(pinned)
+    assert index.used == 4
+
+
 def test_a_chat_of_ten_turns_stores_no_block_twice() -> None:
     index = PrefixIndex(slots=100, chunk_blocks=4)
     told: list[object] = []

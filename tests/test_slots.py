@@ -68,6 +68,28 @@ def test_giving_a_slot_twice_is_caught() -> None:
         allocator.give([1, 2, 3])
 
 
+def test_new_slots_join_the_free_run_before_them() -> None:
+    allocator = with_free(4, [2, 3])
+    allocator.grow(7)
+    assert (allocator.slots, allocator.free) == (7, 5)
+    assert allocator.take(5) == [2, 3, 4, 5, 6]
+
+
+def test_growth_leaves_taken_slots_alone() -> None:
+    allocator = with_free(4, [])
+    allocator.grow(4)
+    assert allocator.take(1) is None
+    allocator.grow(6)
+    assert allocator.take(2) == [4, 5]
+    allocator.give([3, 4])
+    assert allocator.take(2) == [3, 4]
+
+
+def test_an_allocator_never_shrinks() -> None:
+    with pytest.raises(AssertionError, match="4 slots was asked to shrink to 3"):
+        SlotAllocator(4).grow(3)
+
+
 def test_ten_thousand_random_sizes_leave_no_fragments() -> None:
     allocator = SlotAllocator(500)
     held: list[list[int]] = []
@@ -83,13 +105,20 @@ def test_ten_thousand_random_sizes_leave_no_fragments() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 24), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=40))
-def test_it_behaves_like_a_set_of_free_slots(slots: int, operations: list[tuple[bool, int]]) -> None:
+@given(
+    st.integers(0, 24), st.lists(st.tuples(st.sampled_from(["take", "give", "grow"]), st.integers(0, 30)), max_size=40)
+)
+def test_it_behaves_like_a_set_of_free_slots(slots: int, operations: list[tuple[str, int]]) -> None:
     allocator = SlotAllocator(slots)
     free = set(range(slots))
     taken: list[int] = []
-    for take, number in operations:
-        if take:
+    for what, number in operations:
+        if what == "grow":
+            more = slots + number % 6
+            allocator.grow(more)
+            free |= set(range(slots, more))
+            slots = more
+        elif what == "take":
             lengths = sorted((count for _, count in runs(sorted(free))), reverse=True)
             got = allocator.take(number)
             if number > len(free):
@@ -104,4 +133,4 @@ def test_it_behaves_like_a_set_of_free_slots(slots: int, operations: list[tuple[
             back = [taken.pop(number % len(taken)) for _ in range(min(number % 4, len(taken)))]
             allocator.give(back)
             free |= set(back)
-        assert allocator.free == len(free)
+        assert (allocator.slots, allocator.free) == (slots, len(free))

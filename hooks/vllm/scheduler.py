@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from layerstream.errors import GeometryError
 from layerstream.hooks.vllm.compat import cache_group, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
+from layerstream.jobs import ModelAccess, StepPlan
 from layerstream.metrics import TransferStats, interval_line
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class SchedulerHalf:
         self._off: str | None = None
         """Why nothing is loaded or saved any more; None while all is well."""
         self._seconds, self._stepped_at = 0.0, time.monotonic()
+        self._pool_grows = False
+        """Whether some rank's pool is not ready as a whole."""
         self._coordinator: Coordinator | None = None
         reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
@@ -93,10 +97,11 @@ class SchedulerHalf:
         self._holds.pool = pool
 
     def set_ranks(self, handshakes: Mapping[tuple[int, int], object]) -> None:
-        """What the ranks said about their pools; the smallest decides.
+        """What the ranks said about their pools; the smallest decides, now and while they grow.
 
         Raises:
             GeometryError: ranks are missing, or disagree on how many blocks a chunk holds.
+            PoolError: a pool holds no chunk, or ranks whose pools grow share a number.
         """
         ranks = [shake.info for shake in handshakes.values() if isinstance(shake, Handshake)]
         if self._coordinator is None:
@@ -120,17 +125,20 @@ class SchedulerHalf:
         # What a step saves beyond its own blocks should fit the ring, or the step waits for copies to the host.
         ring_bytes = (self._config.staging_mib << 20) // 2
         backlog_blocks = max(1, ring_bytes // max(rank.block_bytes for rank in ranks))
-        self._coordinator.set_slots(slots, backlog_blocks=backlog_blocks)
-        self._log_start(ranks, slots)
+        growing = any(rank.ready_slots is not None and rank.ready_slots < rank.pool_slots for rank in ranks)
+        ready = {rank.rank: rank.pool_slots if rank.ready_slots is None else rank.ready_slots for rank in ranks}
+        self._coordinator.set_slots(slots, ready=ready if growing else None, backlog_blocks=backlog_blocks)
+        self._pool_grows = self._coordinator.pool_slots < slots
+        self._log_start(ranks, self._coordinator)
 
-    def _log_start(self, ranks: Sequence[RankInfo], slots: int) -> None:
-        first = ranks[0]
+    def _log_start(self, ranks: Sequence[RankInfo], coordinator: Coordinator) -> None:
+        first, slots = ranks[0], coordinator.planned_slots
+        ready = f"; {coordinator.pool_slots} ready, the rest follows in the background" if self._pool_grows else ""
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         chunk_bytes = first.block_bytes * first.chunk_blocks
         logger.info(
             "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
-            "pool %d slots a rank (%.2f GiB, %s), loads %s, decode blocks %s%s, "
-            "namespace %s",
+            "pool %d slots a rank (%.2f GiB, %s%s), loads %s, decode blocks %s%s, namespace %s",
             len(ranks),
             first.device,
             first.layers,
@@ -140,6 +148,7 @@ class SchedulerHalf:
             slots,
             slots * chunk_bytes / (1 << 30),
             "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
+            ready,
             "parked" if self._config.load_mode == "parked" else "layerwise",
             "saved" if self._config.save_decode else "not saved",
             ", every block verified" if self._config.verify else "",
@@ -185,6 +194,8 @@ class SchedulerHalf:
         if self._off is None and self._saves:
             self._observe(coordinator, output)
         plan = coordinator.plan()
+        if self._config.sanitize:
+            plan = dataclasses.replace(plan or StepPlan(step=0), model=self._model_access(output))
         if plan is not None and plan.gated:
             output.has_sync_kv_loads = True
         self._failed.update(coordinator.take_failed())
@@ -208,6 +219,22 @@ class SchedulerHalf:
                 step_tokens=scheduled,
             )
 
+    def _model_access(self, output: SchedulerOutput) -> ModelAccess:
+        """Blocks that attention reads in this step, and those among them that get the KV of the step's tokens."""
+        state, size = output.kv_connector_block_state, self._block_tokens
+        reads: list[int] = []
+        writes: list[int] = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            blocks = state.resolve_block_ids(request_id)[0]
+            computed = request.num_computed_tokens
+            stop = -(-(computed + scheduled) // size)
+            reads += blocks[:stop]
+            writes += blocks[computed // size : stop]
+        return ModelAccess(reads=tuple(reads), writes=tuple(writes))
+
     def _tick(self) -> None:
         """Deadlines of jobs count the engine's time: a rank that computes for minutes cannot answer meanwhile."""
         now = time.monotonic()
@@ -230,6 +257,9 @@ class SchedulerHalf:
             self._off = "a rank failed to move blocks"
             logger.error("LayerStream is off until the engine is restarted: %s; its log has the cause", self._off)
         outcome = coordinator.report(meta.report)
+        if self._pool_grows and coordinator.pool_slots == coordinator.planned_slots:
+            self._pool_grows = False
+            logger.info("LayerStream: all %d slots of the pool are ready on every rank", coordinator.pool_slots)
         self._failed.update(outcome.failed)
         if outcome.received:
             output.finished_recving = {*(output.finished_recving or ()), *outcome.received}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import layerstream
-from layerstream.errors import LayerStreamError
+from layerstream.errors import ConfigError, LayerStreamError
 
 app = typer.Typer(
     name="layerstream",
@@ -93,3 +93,20 @@ def demo(
     from layerstream.cli.demo import run
 
     raise typer.Exit(run(out=out, prompt_tokens=prompt_tokens, pairs=pairs))
+
+
+@app.command()
+def bench(
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="Two recorded runs of `make bench`.")
+    ] = None,
+) -> None:
+    """Compare two recorded benchmark runs, row by row.
+
+    Exit status 1 if a row met its target in A and misses it in B.
+    """
+    from layerstream.cli.bench import run_compare
+
+    if compare is None:
+        raise ConfigError("bench: say what to do: --compare A.json B.json; `make bench` makes such files")
+    raise typer.Exit(run_compare(*compare))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import json
 from rich.console import Console
 from rich.markup import escape
 
@@ -144,7 +144,7 @@ def _write_timeline(console: Console, findings: Findings, out: Path) -> None:
     by_stall = sorted(findings.timelines, key=lambda timeline: timeline.stall_seconds)
     timeline = by_stall[len(by_stall) // 2]
     trace = out / "timeline.json"
-    trace.write_bytes(msgspec.json.encode(timeline.chrome_trace()))
+    trace.write_text(json.dumps(timeline.chrome_trace()), encoding="utf-8")
     console.print(f"Timeline of one load: {escape(str(trace))} (open it in https://ui.perfetto.dev)", soft_wrap=True)
     try:
         picture = draw_timeline(timeline, out / "timeline.png", hit_tokens=findings.hit_tokens)

@@ -1,12 +1,14 @@
-"""The contract of a transfer path: it moves one layer's pages in one direction, without blocking the host."""
+"""The contract of a transfer path: it moves pages of some layers in one direction, without blocking the host."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from layerstream.streams.base import Event
@@ -15,11 +17,13 @@ if TYPE_CHECKING:
 class Piece(NamedTuple):
     """Consecutive blocks of a move that travel together."""
 
-    blocks: torch.Tensor
-    """`int32[pages]` on the device: manager block ids."""
+    first: int
+    """Index of its first block in the move."""
     pages: int
     pool_runs: tuple[tuple[int, int], ...]
     """(first pool page, count) of consecutive pool pages; counts sum to `pages`."""
+    blocks: torch.Tensor
+    """`int32[pages]` on the device: manager block ids."""
 
 
 class Move:
@@ -28,24 +32,26 @@ class Move:
     Block i pairs with the i-th page of `pool_runs` read in order.
     """
 
-    __slots__ = ("_cut", "blocks", "count", "pool_runs", "runs")
+    __slots__ = ("_cut", "block_ids", "blocks", "count", "memo", "pool_runs")
 
-    def __init__(self, blocks: torch.Tensor, pool_runs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, block_ids: Sequence[int], blocks: torch.Tensor, pool_runs: Sequence[tuple[int, int]]) -> None:
         """
         Args:
-            blocks: `int32[count]` on the device: manager block ids.
+            block_ids: manager block ids, on the host.
+            blocks: `int32[len(block_ids)]`: the same on the device.
             pool_runs: (first pool page, count) of consecutive pages, none crossing a segment of the pool.
         """
+        self.block_ids: npt.NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
         self.blocks = blocks
         self.pool_runs = tuple(pool_runs)
-        self.count = sum(count for _, count in self.pool_runs)
-        firsts = itertools.accumulate((count for _, count in self.pool_runs), initial=0)
-        self.runs = tuple(
-            (blocks[first : first + count], page, count)
-            for first, (page, count) in zip(firsts, self.pool_runs, strict=False)
-        )
-        """(blocks, first pool page, count) of each run. Slices are made once, and not again for every layer."""
+        self.count = len(block_ids)
+        self.memo: dict[Any, Any] = {}
+        """What a path keeps from one layer to the next."""
         self._cut: dict[int, tuple[Piece, ...]] = {}
+
+    def pool_pages(self) -> npt.NDArray[np.int64]:
+        """The pool page of every block, in order: `int64[count]`."""
+        return np.concatenate([np.arange(page, page + count) for page, count in self.pool_runs])
 
     def pieces(self, limit: int) -> tuple[Piece, ...]:
         """Cut into pieces of at most `limit` blocks, in order. Kept, since most layers ask with the same limit."""
@@ -64,28 +70,35 @@ class Move:
                 runs.append((page, taken))
                 page, count, held = page + taken, count - taken, held + taken
                 if held == limit:
-                    pieces.append(Piece(self.blocks[first : first + held], held, tuple(runs)))
+                    pieces.append(Piece(first, held, tuple(runs), self.blocks[first : first + held]))
                     first, held, runs = first + held, 0, []
         if held:
-            pieces.append(Piece(self.blocks[first : first + held], held, tuple(runs)))
+            pieces.append(Piece(first, held, tuple(runs), self.blocks[first : first + held]))
         return pieces
 
 
 class TransferPath(Protocol):
-    """One way to move pages between the KV cache and the host pool."""
+    """One way to move pages between the KV cache and the host pool. Transfers of one direction run in their order."""
 
     name: str
 
-    def load_layer(self, layer: int, move: Move, *, after: Event, begun: Event, done: Event) -> None:
-        """Queue host pool -> KV cache for one layer.
+    def load(self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, done: Event) -> None:
+        """Queue host pool -> KV cache for some layers.
 
         No byte of the KV cache is written before `after`. `begun` is recorded before the first copy, `done` after the
         last write.
         """
 
-    def save_layer(self, layer: int, move: Move, *, after: Event, begun: Event, joined: Event, done: Event) -> None:
-        """Queue KV cache -> host pool for one layer.
+    def save(
+        self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, joined: Event, done: Event
+    ) -> None:
+        """Queue KV cache -> host pool for some layers.
 
         No byte of the KV cache is read before `after`. `joined` is recorded after the last read of the KV cache: a
         stream that waits for it may overwrite the blocks. `done` is recorded once the host pool holds every byte.
         """
+
+
+def layer_groups(layers: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Cut layers `0 .. layers - 1` into groups of `size`, in order; the last may be smaller."""
+    return tuple(tuple(range(first, min(first + size, layers))) for first in range(0, layers, size))

@@ -1,20 +1,23 @@
 """Zero-copy transfers: the page kernel reads and writes the host pool itself, with no ring between.
 
 Every byte is moved once. Where KV cache and pool lie in the same memory, as on a CPU engine, a ring would only move
-each of them twice, in competition with the model for memory bandwidth.
+each of them twice, in competition with the model for memory bandwidth. On a GPU a few thread blocks read pinned memory
+over the link; they hold their multiprocessors for as long as that takes, so a launch is kept short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from layerstream.kernels.operands import pages_per_launch
 
 if TYPE_CHECKING:
     import torch
 
-    from layerstream.geometry import KVGeometry
     from layerstream.host_pool import HostPool
     from layerstream.pipeline.base import Move
+    from layerstream.pipeline.paged_cache import PagedCache, PageKernels
     from layerstream.streams.base import Device, Event
 
 PRIORITY_LOAD = 1
@@ -23,7 +26,7 @@ PRIORITY_SAVE = -1
 
 
 class ZeroCopyPath:
-    """One kernel for each run of pool pages, on one stream for loads and one for saves."""
+    """Kernels between KV cache and pool, on one stream for loads and one for saves."""
 
     name = "zero_copy"
 
@@ -31,44 +34,57 @@ class ZeroCopyPath:
         self,
         *,
         device: Device,
-        geometry: KVGeometry,
-        storages: Sequence[torch.Tensor],
+        cache: PagedCache,
         pool: HostPool,
-        gather: Callable[..., None],
-        scatter: Callable[..., None],
+        kernels: PageKernels,
+        max_ctas: int | None = None,
     ) -> None:
         """
         Args:
             device: where the KV cache lives; its kernels must be able to address the pool's memory.
-            geometry: the pages of the KV cache.
-            storages: per layer, `uint8` over the whole storage that `geometry.layers[i]` describes.
-            pool: the host pool.
-            gather: `gather_pages` for this device (see `layerstream.kernels.gather`).
-            scatter: `scatter_pages` for this device.
+            cache: the KV cache.
+            pool: the host pool; pinned where the device is a GPU.
+            kernels: the kernels of this device.
+            max_ctas: most thread blocks a kernel may occupy; None leaves it to the kernel.
         """
-        self._layers = geometry.layers
-        self._storages = storages
+        self._cache = cache
         self._pool = pool
-        self._gather = gather
-        self._scatter = scatter
+        self._kernels = kernels
+        self._options: dict[str, Any] = {} if max_ctas is None else {"max_ctas": max_ctas}
+        self._sliced = device.kind == "cuda"
+        if self._sliced:
+            self._options["packed_on_host"] = True
         self._load = device.stream("layerstream-load", priority=PRIORITY_LOAD)
         self._save = device.stream("layerstream-save", priority=PRIORITY_SAVE)
 
-    def load_layer(self, layer: int, move: Move, *, after: Event, begun: Event, done: Event) -> None:
+    def load(self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, done: Event) -> None:
         """See `TransferPath`."""
-        pages, storage = self._layers[layer], self._storages[layer]
         self._load.wait(after)
         self._load.record(begun)
-        for blocks, page, count in move.runs:
-            self._load.launch(self._scatter, storage, self._pool.span(layer, page, count), pages, blocks)
+        for layer in layers:
+            pages, storage = self._cache.layers[layer], self._cache.storages[layer]
+            for blocks, span in self._runs(layer, move):
+                self._load.launch(self._kernels.scatter_pages, storage, span, pages, blocks, **self._options)
         self._load.record(done)
 
-    def save_layer(self, layer: int, move: Move, *, after: Event, begun: Event, joined: Event, done: Event) -> None:
+    def save(
+        self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, joined: Event, done: Event
+    ) -> None:
         """See `TransferPath`. The KV cache is read until the pool holds every byte, so `joined` and `done` coincide."""
-        pages, storage = self._layers[layer], self._storages[layer]
         self._save.wait(after)
         self._save.record(begun)
-        for blocks, page, count in move.runs:
-            self._save.launch(self._gather, self._pool.span(layer, page, count), storage, pages, blocks)
+        for layer in layers:
+            pages, storage = self._cache.layers[layer], self._cache.storages[layer]
+            for blocks, span in self._runs(layer, move):
+                self._save.launch(self._kernels.gather_pages, span, storage, pages, blocks, **self._options)
         self._save.record(joined)
         self._save.record(done)
+
+    def _runs(self, layer: int, move: Move) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The blocks of each run of pool pages, and the run's bytes of a layer."""
+        limit = pages_per_launch(self._cache.layers[layer].page_bytes) if self._sliced else move.count
+        for piece in move.pieces(limit):
+            first = 0
+            for page, count in piece.pool_runs:
+                yield piece.blocks[first : first + count], self._pool.span(layer, page, count)
+                first += count

@@ -8,14 +8,31 @@ was never recorded is an error here (in CUDA it silently does nothing). Memory i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+
+class CopyBatch(NamedTuple):
+    """Copies that are queued by one call, by address: row i moves `nbytes[i]` from `sources[i]` to `targets[i]`.
+
+    All three are `uint64[n]`. No two rows may overlap: their order is open. Host memory must be pinned where the device
+    is a GPU.
+    """
+
+    targets: npt.NDArray[np.uint64]
+    sources: npt.NDArray[np.uint64]
+    nbytes: npt.NDArray[np.uint64]
 
 
 class Event(Protocol):
     """A point in a stream's work; may be recorded again once nobody waits for the earlier point."""
+
+    in_graph: bool
+    """Whether it may be part of captured work (`Device.event`)."""
 
     def done(self) -> bool:
         """Whether everything before the recorded point has finished. Never blocks.
@@ -23,6 +40,10 @@ class Event(Protocol):
         Raises:
             TransferError: an operation before the recorded point failed.
         """
+
+
+class Graph(Protocol):
+    """Work captured once, to be queued again as a whole (`Device.capture`, `Stream.replay`)."""
 
 
 class Stream(Protocol):
@@ -40,6 +61,22 @@ class Stream(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue a copy between two contiguous byte buffers of equal length (a DMA where one side is the GPU)."""
 
+    def copy_batch(self, batch: CopyBatch) -> None:
+        """Queue copies with one call. The arrays may be dropped or changed as soon as it returns.
+
+        Raises:
+            TransferError: the arrays are malformed or a row has no bytes, and nothing was queued; or the device refused
+                the batch, of which a part may have been queued.
+        """
+
+    def replay(self, graph: Graph) -> None:
+        """Queue everything `graph` captured, in its order, as one operation of this stream. A wait or a record in it
+        acts on its event anew, as if it were queued now.
+
+        Raises:
+            TransferError: it waits for an event that was never recorded; nothing was queued.
+        """
+
     def launch(self, kernel: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Queue `kernel(*args, **kwargs)`. The kernel must use this stream alone and must not block the host."""
 
@@ -56,8 +93,19 @@ class Device(Protocol):
     def stream(self, name: str, *, priority: int) -> Stream:
         """A new stream. Higher `priority` is scheduled first where the device can; 0 is the compute stream's."""
 
-    def event(self) -> Event:
-        """A new event, with timing."""
+    def event(self, *, in_graph: bool = False) -> Event:
+        """A new event, with timing. Only one made with `in_graph` may be recorded or waited for inside `capture`, and
+        it has no timing."""
+
+    def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
+        """Keep what `queue()` queues on `stream`, instead of queueing it.
+
+        `queue` may use no other stream, and makes no memory, no table and no new kernel: on a GPU each would end the
+        capture. What the captured work reads and writes must stay in place as long as the graph is replayed.
+
+        Raises:
+            TransferError: something in `queue` cannot be captured; nothing is being captured any more.
+        """
 
     def elapsed(self, start: Event, end: Event) -> float:
         """Seconds between two events that are done."""
@@ -65,7 +113,7 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised device memory: `uint8[nbytes]`, 256-byte aligned."""
 
-    def table(self, values: Sequence[int]) -> torch.Tensor:
+    def table(self, values: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
         """An `int32` table readable by kernels on any stream that waits for the compute stream; safe to drop at any
         time after the last launch that reads it was queued and its event recorded. Does not block the host."""
 

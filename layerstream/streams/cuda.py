@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from layerstream.errors import TransferError
-from layerstream.streams.base import Event, Stream
+from layerstream.streams.base import Event, Graph, Stream
+from layerstream.streams.capture import Capture, check_timing
+from layerstream.streams.cuda_streams import CudaEvent, CudaGraph, CudaStream
+from layerstream.streams.driver import CudaDriver
+from layerstream.streams.pinning import CudaPinner
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+__all__ = ["TABLE_ENTRIES", "CudaDevice", "CudaPinner"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,77 +31,6 @@ TABLE_ENTRIES = 4096
 """Least entries of a host buffer for tables; larger ones are powers of two, so that few sizes are ever pinned."""
 POLL_S = 1e-3
 """Seconds between looks at a stream that is being closed."""
-
-
-class CudaEvent:
-    """See `layerstream.streams.base.Event`."""
-
-    __slots__ = ("_raw", "_recorded")
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._recorded = False
-
-    def record(self, stream: Any) -> None:
-        """Set to the point after everything queued on the `torch.cuda` stream so far."""
-        self._raw.record(stream)
-        self._recorded = True
-
-    def recorded(self) -> Any:
-        """The `torch.cuda` event.
-
-        Raises:
-            TransferError: never recorded. CUDA would call it done and let every wait for it pass.
-        """
-        if not self._recorded:
-            raise TransferError("an event was used before it was recorded on any stream; record it first")
-        return self._raw
-
-    def done(self) -> bool:
-        """See `Event.done`.
-
-        Raises:
-            TransferError: never recorded, or the CUDA context is broken.
-        """
-        event = self.recorded()
-        try:
-            return bool(event.query())
-        except RuntimeError as error:
-            raise TransferError(f"CUDA failed before or in a transfer: {error}") from error
-
-
-class CudaStream:
-    """See `layerstream.streams.base.Stream`."""
-
-    __slots__ = ("_api", "_raw", "name")
-
-    def __init__(self, name: str, raw: Any, api: Any) -> None:
-        self.name = name
-        self._raw = raw
-        self._api = api
-
-    def record(self, event: Event) -> None:
-        """See `Stream.record`."""
-        cast(CudaEvent, event).record(self._raw)
-
-    def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
-        self._raw.wait_event(cast(CudaEvent, event).recorded())
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """See `Stream.copy`. Blocks the host only where one side is pageable host memory."""
-        # Checked, as torch would spread a source of one byte over the destination.
-        if dst.numel() != src.numel():
-            raise TransferError(
-                f"copy on stream {self.name!r}: {src.numel()} bytes into {dst.numel()}; both sides must be equally long"
-            )
-        with self._api.stream(self._raw):
-            dst.copy_(src, non_blocking=True)
-
-    def launch(self, kernel: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-        """See `Stream.launch`. Triton launches on torch's current stream, which this is during the call."""
-        with self._api.stream(self._raw):
-            kernel(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -113,56 +47,101 @@ class CudaDevice:
 
     kind = "cuda"
 
-    def __init__(self, index: int, *, api: Any = None) -> None:
+    def __init__(self, index: int, *, api: Any = None, driver: CudaDriver | None = None) -> None:
         """
         Args:
             index: the CUDA device.
-            api: what provides `Stream`, `Event`, `current_stream` and the context manager `stream`: `torch.cuda`
-                unless given.
+            api: what provides `Stream`, `Event`, `CUDAGraph`, `current_stream` and the context manager `stream`:
+                `torch.cuda` unless given.
+            driver: queues batches of copies; None makes one over the loaded driver when it is first needed.
         """
-        self._api = torch.cuda if api is None else api
+        self.api = torch.cuda if api is None else api
+        self.capturing = Capture()
+        """What is being captured."""
+        self._driver = driver
         self._device = torch.device("cuda", index)
         self._streams: list[Any] = []
         self._uploads: deque[_Upload] = deque()
 
     def compute(self) -> Stream:
         """See `Device.compute`."""
-        return CudaStream("compute", self._api.current_stream(self._device), self._api)
+        return CudaStream("compute", self.api.current_stream(self._device), self)
+
+    def driver(self) -> CudaDriver:
+        """Calls of the CUDA driver beyond torch's.
+
+        Raises:
+            TransferError: the driver is not loaded.
+        """
+        if self._driver is None:
+            self._driver = CudaDriver()
+        return self._driver
 
     def stream(self, name: str, *, priority: int) -> Stream:
         """See `Device.stream`. CUDA's lowest priority is the default stream's: a negative `priority` becomes it."""
         # torch counts downward (-1 goes before 0) and moves what is out of range to the nearest the device has.
-        raw = self._api.Stream(device=self._device, priority=-priority)
+        raw = self.api.Stream(device=self._device, priority=-priority)
         self._streams.append(raw)
-        return CudaStream(name, raw, self._api)
+        return CudaStream(name, raw, self)
 
-    def event(self) -> Event:
-        """See `Device.event`."""
-        return CudaEvent(self._api.Event(enable_timing=True))
+    def event(self, *, in_graph: bool = False) -> Event:
+        """See `Device.event`. A captured wait for an `external` event becomes a node of the graph."""
+        raw = self.api.Event(external=True) if in_graph else self.api.Event(enable_timing=True)
+        return CudaEvent(raw, in_graph=in_graph)
+
+    def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
+        """See `Device.capture`. Other threads may go on using CUDA meanwhile.
+
+        Raises:
+            TransferError: `queue` did what cannot be captured, or CUDA ended the capture.
+        """
+        cuda = cast(CudaStream, stream)
+        raw = self.api.CUDAGraph()
+
+        def capture() -> None:
+            # Not `torch.cuda.graph`, which synchronizes the device and empties torch's caches first.
+            raw.capture_begin(capture_error_mode="thread_local")
+            try:
+                queue()
+            except BaseException:
+                # What ended the capture is told, not that it ended.
+                with suppress(RuntimeError):
+                    raw.capture_end()
+                raise
+            raw.capture_end()
+
+        try:
+            with self.api.stream(cuda.raw):
+                return CudaGraph(self.capturing.run(cuda.raw.cuda_stream, cuda.name, capture), raw)
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(f"work on stream {cuda.name!r} could not be captured: {error}") from error
 
     def elapsed(self, start: Event, end: Event) -> float:
         """See `Device.elapsed`.
 
         Raises:
-            TransferError: one of the events is not done, or the CUDA context is broken.
+            TransferError: one of the events is not done or has no timing, or the CUDA context is broken.
         """
-        if not (start.done() and end.done()):
-            raise TransferError("time was asked between events of which one is not done; ask done() first")
+        check_timing(start, end)
         milliseconds = cast(CudaEvent, start).recorded().elapsed_time(cast(CudaEvent, end).recorded())
         return float(milliseconds) / 1e3
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`. Keep it until every stream that uses it is past the use: only tables may go earlier."""
+        self.capturing.refuse("device memory made")
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def table(self, values: Sequence[int]) -> torch.Tensor:
+    def table(self, values: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
         """See `Device.table`. Uploaded on the compute stream."""
+        self.capturing.refuse("a table made")
         count = len(values)
         upload = self._upload_buffer(count)
         upload.array[:count] = values
         table = torch.empty(count, dtype=torch.int32, device=self._device)
         table.copy_(upload.host[:count], non_blocking=True)
-        upload.passed.record(self._api.current_stream(self._device))
+        upload.passed.record(self.api.current_stream(self._device))
         self._uploads.append(upload)
         # torch gives the memory of a dropped table to the compute stream's next allocation at once, whatever other
         # streams still read. Told of them, it waits for what they had queued when the table was dropped.
@@ -194,55 +173,4 @@ class CudaDevice:
                 return upload
         entries = max(TABLE_ENTRIES, 1 << (count - 1).bit_length())
         host = torch.empty(entries, dtype=torch.int32, pin_memory=True)
-        return _Upload(host, host.numpy(), self._api.Event())
-
-
-class CudaPinner:
-    """Pins host memory through the CUDA runtime that torch loaded (`layerstream.host_pool.Pinner`).
-
-    Called by ctypes, since `torch.cuda.cudart()` has no `cudaGetLastError`: a refused registration leaves an error in
-    the runtime that the next innocent, checked call would raise.
-    """
-
-    def __init__(self, runtime: Any = None) -> None:
-        """
-        Args:
-            runtime: has `cudaHostRegister(address, nbytes, flags)`, `cudaHostUnregister(address)` and
-                `cudaGetLastError()`, each returning a CUDA error number; None finds the loaded library, and without
-                one every registration is refused.
-        """
-        self._runtime: Any = loaded_cudart() if runtime is None else runtime
-
-    def register(self, address: int, nbytes: int) -> bool:
-        """See `Pinner.register`."""
-        if self._runtime is None:
-            return False
-        code = self._runtime.cudaHostRegister(address, nbytes, 0)
-        if code != 0:
-            self._runtime.cudaGetLastError()
-            logger.debug("cudaHostRegister(%d bytes) was refused with CUDA error %d", nbytes, code)
-        return bool(code == 0)
-
-    def unregister(self, address: int) -> None:
-        """See `Pinner.unregister`. An error leaves the memory pinned until the process ends, and is only logged."""
-        code = self._runtime.cudaHostUnregister(address)
-        if code != 0:
-            self._runtime.cudaGetLastError()
-            logger.warning("cudaHostUnregister failed with CUDA error %d; the memory stays pinned", code)
-
-
-def loaded_cudart(maps: Path = Path("/proc/self/maps")) -> ctypes.CDLL | None:
-    """The CUDA runtime library that is already part of this process; None if there is none.
-
-    Args:
-        maps: the kernel's list of mapped files (proc_pid_maps(5)).
-    """
-    for line in maps.read_text().splitlines():
-        path = line.split(maxsplit=5)[5:]
-        # Wheels rename it: libcudart.so.12, libcudart-1a2b3c4d.so.13.
-        if path and Path(path[0]).name.startswith("libcudart"):
-            library = ctypes.CDLL(path[0])
-            library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-            library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
-            return library
-    return None
+        return _Upload(host, host.numpy(), self.api.Event())

@@ -1,4 +1,5 @@
-"""What every device promises: one suite over the CPU device and the CUDA device (on a fake of `torch.cuda`)."""
+"""What every device promises: one suite over the CPU device, the CUDA device (on a fake of `torch.cuda`), the virtual
+device, and the recording device around each of them."""
 
 from __future__ import annotations
 
@@ -6,15 +7,20 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Protocol
 
+import numpy as np
 import pytest
 import torch
 
 from layerstream.errors import TransferError
-from layerstream.streams.base import Device, Event, Stream
+from layerstream.streams.base import CopyBatch, Device, Event, Graph, Stream
 from layerstream.streams.cpu import CpuDevice
 from layerstream.streams.cuda import CudaDevice
+from layerstream.streams.recording import RecordingDevice
+from layerstream.streams.recording_streams import RecordingStream
+from layerstream.streams.virtual import VirtualDevice
 from tests.rigs.fake_cuda import FakeCuda
 
 Kernel = Callable[..., None]
@@ -86,16 +92,86 @@ class CudaRig:
         self.api.run(self._random.choice)
 
 
-@pytest.fixture(params=["cpu", *(f"cuda-{seed}" for seed in range(5))])
+class VirtualRig:
+    """Runs queued operations in a random order that events allow."""
+
+    def __init__(self, seed: int) -> None:
+        self.virtual = VirtualDevice()
+        self.device: Device = self.virtual
+        self._random = random.Random(seed)
+
+    def kernel(self, function: Kernel) -> Kernel:
+        return function
+
+    def hold(self, stream: Stream) -> Callable[[], None]:
+        return self.virtual.hold(stream)
+
+    def finish(self, *events: Event) -> None:
+        self.quiet()
+        assert all(event.done() for event in events)
+
+    def quiet(self) -> None:
+        self.virtual.run(self._random.choice)
+
+
+class RecordingRig:
+    """Another rig, whose device is recorded."""
+
+    def __init__(self, inner: Rig) -> None:
+        self.inner = inner
+        self.recording = RecordingDevice(inner.device, raise_on_race=True)
+        self.device: Device = self.recording
+        self.kernel = inner.kernel
+        self.quiet = inner.quiet
+
+    def hold(self, stream: Stream) -> Callable[[], None]:
+        assert isinstance(stream, RecordingStream)
+        return self.inner.hold(stream.inner)
+
+    def finish(self, *events: Event) -> None:
+        if isinstance(self.inner, CpuRig):
+            for event in events:
+                self.device.compute().wait(event)
+        else:
+            self.quiet()
+            assert all(event.done() for event in events)
+
+
+KINDS = ("cpu", *(f"{kind}-{seed}" for kind in ("cuda", "virtual") for seed in range(3)))
+
+
+@pytest.fixture(params=[*KINDS, *(f"recording {kind}" for kind in KINDS)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    kind, _, seed = request.param.partition("-")
-    if kind == "cpu":
-        cpu = CpuRig()
-        yield cpu
-        cpu.device.close(0.0)
-    else:
-        with FakeCuda() as api:
-            yield CudaRig(api, int(seed))
+    recording, _, name = request.param.rpartition(" ")
+    kind, _, seed = name.partition("-")
+    with FakeCuda() if kind == "cuda" else nullcontext() as api:
+        inner: Rig = CpuRig() if kind == "cpu" else VirtualRig(int(seed)) if api is None else CudaRig(api, int(seed))
+        recorder = RecordingRig(inner) if recording else None
+        yield recorder or inner
+        if kind == "cpu":
+            inner.device.close(0.0)
+        if recorder is not None:
+            assert recorder.recording.races == []
+
+
+def fake_of(rig: Rig) -> FakeCuda | None:
+    rig = rig.inner if isinstance(rig, RecordingRig) else rig
+    return rig.api if isinstance(rig, CudaRig) else None
+
+
+def takes(rig: Rig, seconds: float) -> Callable[[Stream], None]:
+    """Queues work that takes so long, and nothing else in virtual time."""
+    inner = rig.inner if isinstance(rig, RecordingRig) else rig
+    if isinstance(inner, VirtualRig):
+        device = inner.virtual
+
+        def work(stream: Stream) -> None:
+            device.work(stream.inner if isinstance(stream, RecordingStream) else stream, seconds)
+
+        return work
+    if isinstance(inner, CudaRig):
+        inner.api.work_s = seconds
+    return lambda stream: stream.launch(rig.kernel(time.sleep), seconds)
 
 
 def two_streams(rig: Rig) -> tuple[Stream, Stream]:
@@ -299,7 +375,7 @@ def test_kernels_get_their_arguments(rig: Rig) -> None:
 def test_time_passes_along_a_stream(rig: Rig) -> None:
     a, _ = two_streams(rig)
     begun = recorded(rig, a)
-    a.launch(rig.kernel(time.sleep), 0.002)
+    takes(rig, 0.002)(a)
     release = rig.hold(a)
     ended = recorded(rig, a)
     with pytest.raises(TransferError, match="not done"):
@@ -364,18 +440,17 @@ def test_copies_and_compute_overlap_layer_by_layer(rig: Rig) -> None:
     # 8 layers of 10 ms copy and 10 ms compute each: done one after the other, or all copies first, is the failure.
     layers, work = 8, 0.010
     a, _ = two_streams(rig)
-    if isinstance(rig, CudaRig):
-        rig.api.work_s = work
+    work_on = takes(rig, work)
     compute = rig.device.compute()
     begun, done, computed = ([rig.device.event() for _ in range(layers)] for _ in range(3))
     origin = recorded(rig, compute)
     for layer in range(layers):
         a.record(begun[layer])
-        a.launch(rig.kernel(time.sleep), work)
+        work_on(a)
         a.record(done[layer])
     for layer in range(layers):
         compute.wait(done[layer])
-        compute.launch(rig.kernel(time.sleep), work)
+        work_on(compute)
         compute.record(computed[layer])
     rig.finish(computed[-1], done[-1])
     elapsed = rig.device.elapsed
@@ -384,5 +459,260 @@ def test_copies_and_compute_overlap_layer_by_layer(rig: Rig) -> None:
     for layer in range(layers - 2):
         assert elapsed(begun[layer + 1], computed[layer]) > 0, "the next copy begins during compute"
         assert elapsed(computed[layer], done[-1]) > 0, "compute does not wait for all copies"
-    if isinstance(rig, CudaRig):
+    if fake_of(rig) is not None:
         assert elapsed(origin, computed[-1]) == pytest.approx((layers + 1) * work)
+
+
+# Copies by one call
+
+
+def rows(*copies: tuple[torch.Tensor, torch.Tensor]) -> CopyBatch:
+    """(target, source) pairs as a batch."""
+    columns = zip(*((dst.data_ptr(), src.data_ptr(), src.nbytes) for dst, src in copies), strict=True)
+    return CopyBatch(*(np.array(column, dtype=np.uint64) for column in columns))
+
+
+@pytest.mark.parametrize("on_compute", [False, True])
+def test_a_batch_moves_exactly_its_rows(rig: Rig, on_compute: bool) -> None:
+    a, _ = two_streams(rig)
+    stream = rig.device.compute() if on_compute else a
+    source = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
+    target = torch.zeros(10_000, dtype=torch.uint8)
+    expected = target.clone()
+    parts = [(9_000, 1), (17, 1_000), (4_000, 16), (8_191, 3)]
+    for start, nbytes in parts:
+        expected[start : start + nbytes] = source[10_000 - start - nbytes : 10_000 - start]
+    stream.copy_batch(rows(*((target[s : s + n], source[10_000 - s - n : 10_000 - s]) for s, n in parts)))
+    rig.finish(recorded(rig, stream))
+    assert torch.equal(target, expected)
+
+
+def test_the_arrays_of_a_batch_may_be_changed_at_once(rig: Rig) -> None:
+    a, _ = two_streams(rig)
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    release = rig.hold(a)
+    batch = rows((target, source))
+    a.copy_batch(batch)
+    for array in batch:
+        array[:] = 0
+    release()
+    rig.finish(recorded(rig, a))
+    assert torch.equal(target, source)
+
+
+def test_a_batch_is_queued_like_any_other_operation(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    source, middle, target = (torch.full((32,), value, dtype=torch.uint8) for value in (1, 2, 3))
+    release = rig.hold(a)
+    a.copy_batch(rows((middle, source)))
+    b.wait(recorded(rig, a))
+    b.copy_batch(rows((target, middle)))
+    end = recorded(rig, b)
+    rig.quiet()
+    assert set(target.tolist()) == {3} and not end.done()
+    release()
+    rig.finish(end)
+    assert torch.equal(target, source)
+
+
+def test_an_empty_batch_copies_nothing(rig: Rig) -> None:
+    a, _ = two_streams(rig)
+    a.copy_batch(CopyBatch(*(np.empty(0, dtype=np.uint64) for _ in range(3))))
+    rig.finish(recorded(rig, a))
+
+
+@pytest.mark.parametrize("on_compute", [False, True])
+def test_a_malformed_batch_is_refused(rig: Rig, on_compute: bool) -> None:
+    a, _ = two_streams(rig)
+    stream = rig.device.compute() if on_compute else a
+    memory = rig.device.empty(64)
+    good = rows((memory[:32], memory[32:]), (memory[32:], memory[:32]))
+    for field, array, message in (
+        ("sources", good.sources[:1], r"sources is uint64\[1\]; all three .* uint64\[2\]"),
+        ("nbytes", good.nbytes.astype(np.int64), r"nbytes is int64"),
+        ("targets", np.repeat(good.targets, 2)[::2], r"contiguous"),
+        ("nbytes", np.array([32, 0], dtype=np.uint64), "no bytes"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            stream.copy_batch(CopyBatch(**{**good._asdict(), field: array}))
+
+
+# Graphs
+
+
+def test_captured_work_runs_when_it_is_replayed_each_time_anew(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    ran: list[str] = []
+    source, middle, target = (torch.zeros(64, dtype=torch.uint8) for _ in range(3))
+
+    def queue() -> None:
+        a.launch(rig.kernel(ran.append), "kernel")
+        a.copy(middle, source)
+        batch = rows((target[:32], middle[32:]), (target[32:], middle[:32]))
+        a.copy_batch(batch)
+        batch.nbytes[:] = 1
+
+    graph = rig.device.capture(a, queue)
+    rig.quiet()
+    assert ran == [] and set(target.tolist()) == {0}
+    for value, stream in ((1, a), (2, a), (3, b)):
+        source[:32], source[32:] = value, 10 + value
+        rig.device.compute().wait(recorded(rig, stream))
+        stream.wait(recorded(rig, rig.device.compute()))
+        stream.replay(graph)
+        end = recorded(rig, stream)
+        rig.finish(end)
+        a.wait(end)
+        b.wait(end)
+        assert set(target[:32].tolist()) == {10 + value} and set(target[32:].tolist()) == {value}
+    assert ran == ["kernel"] * 3
+
+
+def test_a_replay_keeps_its_place_in_the_stream(rig: Rig) -> None:
+    a, _ = two_streams(rig)
+    ran: list[int] = []
+
+    def queue() -> None:
+        a.launch(rig.kernel(ran.append), 2)
+        a.launch(rig.kernel(ran.append), 3)
+
+    graph = rig.device.capture(a, queue)
+    release = rig.hold(a)
+    a.launch(rig.kernel(ran.append), 1)
+    a.replay(graph)
+    a.launch(rig.kernel(ran.append), 4)
+    rig.quiet()
+    assert ran == []
+    release()
+    rig.finish(recorded(rig, a))
+    assert ran == [1, 2, 3, 4]
+
+
+def waiting_graph(rig: Rig, stream: Stream, event: Event, kernel: Callable[[], None]) -> Graph:
+    def queue() -> None:
+        stream.wait(event)
+        stream.launch(rig.kernel(kernel))
+
+    return rig.device.capture(stream, queue)
+
+
+def test_a_captured_wait_acts_on_its_event_anew(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    ran: list[str] = []
+    gate = rig.device.event(in_graph=True)
+    graph = waiting_graph(rig, b, gate, lambda: ran.append("b"))
+    for turn in range(1, 4):
+        release = rig.hold(a)
+        a.record(gate)
+        b.replay(graph)
+        end = recorded(rig, b)
+        rig.quiet()
+        assert len(ran) == turn - 1 and not end.done()
+        release()
+        rig.finish(end)
+        assert len(ran) == turn
+
+
+def test_a_captured_record_acts_on_its_event_anew(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    point = rig.device.event(in_graph=True)
+    graph = rig.device.capture(a, lambda: a.record(point))
+    for use in (b.wait, lambda event: event.done()):
+        with pytest.raises(TransferError, match="before it was recorded"):
+            use(point)
+    for _ in range(3):
+        release = rig.hold(a)
+        a.replay(graph)
+        b.wait(point)
+        end = recorded(rig, b)
+        rig.quiet()
+        assert not point.done() and not end.done()
+        release()
+        rig.finish(end)
+        assert point.done()
+
+
+def test_a_graph_that_waits_for_what_was_never_recorded_is_not_replayed(rig: Rig) -> None:
+    _, b = two_streams(rig)
+    ran: list[str] = []
+    gate, own = rig.device.event(in_graph=True), rig.device.event(in_graph=True)
+    graph = waiting_graph(rig, b, gate, lambda: ran.append("b"))
+    with pytest.raises(TransferError, match="before it was recorded"):
+        b.replay(graph)
+    rig.finish(recorded(rig, b))
+    assert ran == []
+
+    def queue() -> None:
+        b.record(own)
+        b.wait(own)
+
+    b.replay(rig.device.capture(b, queue))
+    rig.finish(own)
+
+
+def test_an_event_for_graphs_serves_outside_them_and_has_no_timing(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    ran: list[str] = []
+    release = rig.hold(a)
+    event = rig.device.event(in_graph=True)
+    a.record(event)
+    b.wait(event)
+    b.launch(rig.kernel(ran.append), "b")
+    end = recorded(rig, b)
+    rig.quiet()
+    assert ran == []
+    release()
+    rig.finish(end)
+    assert ran == ["b"] and event.in_graph and not end.in_graph
+    for pair in ((event, end), (end, event)):
+        with pytest.raises(TransferError, match="no timing"):
+            rig.device.elapsed(*pair)
+
+
+def test_what_cannot_be_captured_is_refused_and_ends_the_capture(rig: Rig) -> None:
+    a, b = two_streams(rig)
+    kept = rig.device.capture(a, lambda: a.launch(rig.kernel(time.sleep), 0))
+    ordinary = recorded(rig, b)
+    memory = rig.device.empty(8)
+    copies = rows((memory[:4], memory[4:]))
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("another stream", lambda: b.launch(rig.kernel(time.sleep), 0)),
+        ("another stream", lambda: b.copy(memory[:4], memory[4:])),
+        ("another stream", lambda: b.copy_batch(copies)),
+        ("another stream", lambda: b.record(rig.device.event(in_graph=True))),
+        ("ordinary event", lambda: a.wait(ordinary)),
+        ("ordinary event", lambda: a.record(rig.device.event())),
+        ("replayed inside", lambda: a.replay(kept)),
+        ("a table made", lambda: rig.device.table([1])),
+        ("device memory made", lambda: rig.device.empty(8)),
+        ("another capture", lambda: rig.device.capture(a, lambda: None)),
+        ("both sides", lambda: a.copy(memory, memory[:4])),
+        ("no bytes", lambda: a.copy_batch(copies._replace(nbytes=np.zeros(1, dtype=np.uint64)))),
+    ]
+    for message, use in refused:
+        ran: list[str] = []
+
+        def queue(use: Callable[[], object] = use, ran: list[str] = ran) -> None:
+            a.launch(rig.kernel(ran.append), "captured")
+            use()
+
+        with pytest.raises(TransferError, match=message):
+            rig.device.capture(a, queue)
+        a.launch(rig.kernel(ran.append), "after")
+        b.launch(rig.kernel(ran.append), "after")
+        rig.finish(recorded(rig, a), recorded(rig, b))
+        assert ran == ["after", "after"], "nothing is being captured any more"
+
+
+def test_an_error_of_the_caller_ends_the_capture(rig: Rig) -> None:
+    a, _ = two_streams(rig)
+
+    def queue() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        rig.device.capture(a, queue)
+    ran: list[str] = []
+    a.replay(rig.device.capture(a, lambda: a.launch(rig.kernel(ran.append), "a")))
+    rig.finish(recorded(rig, a))
+    assert ran == ["a"]

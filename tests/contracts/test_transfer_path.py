@@ -17,7 +17,8 @@ from layerstream.jobs import JobKind, StepPlan
 from tests.rigs.fake_cuda import FakeCuda, FakeStream
 from tests.rigs.path_rig import LAYERS, job, make_rig
 
-PATHS = pytest.mark.parametrize("pieces", [0, 2], ids=["zero copy", "staged"])
+PATHS = pytest.mark.parametrize("path", ["zero_copy", "batch_dma", "staged"])
+GROUPS = pytest.mark.parametrize("group", [1, 3], ids=["each layer", "three layers together"])
 
 
 @pytest.fixture
@@ -28,14 +29,17 @@ def api() -> Iterator[FakeCuda]:
 
 @PATHS
 @pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "whole"])
-@pytest.mark.parametrize("seed", range(30))
-def test_every_order_the_events_allow_moves_the_right_bytes(api: FakeCuda, pieces: int, hooks: bool, seed: int) -> None:
+@GROUPS
+@pytest.mark.parametrize("seed", range(20))
+def test_every_order_the_events_allow_moves_the_right_bytes(
+    api: FakeCuda, path: str, group: int, hooks: bool, seed: int
+) -> None:
     dice = random.Random(seed)
 
     def choose(ready: list[FakeStream]) -> FakeStream:
         return dice.choice(ready)
 
-    rig = make_rig(api, pieces=pieces)
+    rig = make_rig(api, path=path, group=group)
     engine = rig.engine
     source, target = dice.sample(range(16), 10), dice.sample(range(16, 32), 10)
     pages = dice.sample(range(engine.pool.pages), 10)
@@ -76,8 +80,8 @@ def test_every_order_the_events_allow_moves_the_right_bytes(api: FakeCuda, piece
 
 
 @PATHS
-def test_loads_and_saves_of_one_step_do_not_mix(api: FakeCuda, pieces: int) -> None:
-    rig = make_rig(api, pieces=pieces)
+def test_loads_and_saves_of_one_step_do_not_mix(api: FakeCuda, path: str) -> None:
+    rig = make_rig(api, path=path)
     engine = rig.engine
     for seed in range(10):
         dice = random.Random(seed)
@@ -104,9 +108,9 @@ def test_loads_and_saves_of_one_step_do_not_mix(api: FakeCuda, pieces: int) -> N
 
 
 @PATHS
-def test_the_host_never_waits(api: FakeCuda, pieces: int) -> None:
+def test_the_host_never_waits(api: FakeCuda, path: str) -> None:
     """The fake fails on `synchronize`, and nothing queued runs before the test says so."""
-    rig = make_rig(api, pieces=pieces)
+    rig = make_rig(api, path=path)
     engine = rig.engine
     engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, list(range(16)), list(range(16))),)))
     engine.end_step()
@@ -120,8 +124,8 @@ def test_the_host_never_waits(api: FakeCuda, pieces: int) -> None:
 
 @PATHS
 @pytest.mark.parametrize("seed", range(8))
-def test_a_layer_that_does_not_run_in_a_step_is_gated_for_later_ones(api: FakeCuda, pieces: int, seed: int) -> None:
-    rig = make_rig(api, pieces=pieces)
+def test_a_layer_that_does_not_run_in_a_step_is_gated_for_later_ones(api: FakeCuda, path: str, seed: int) -> None:
+    rig = make_rig(api, path=path)
     engine = rig.engine
     for layer in range(LAYERS):
         engine.wait_layer(layer)
@@ -140,10 +144,10 @@ def test_a_layer_that_does_not_run_in_a_step_is_gated_for_later_ones(api: FakeCu
 @PATHS
 @pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "whole"])
 def test_a_load_that_is_done_before_its_gates_are_reached_is_reported_later(
-    api: FakeCuda, pieces: int, hooks: bool
+    api: FakeCuda, path: str, hooks: bool
 ) -> None:
     """As on a GPU whose compute is behind: times of gates that were not passed yet cannot be asked for."""
-    rig = make_rig(api, pieces=pieces)
+    rig = make_rig(api, path=path)
     engine = rig.engine
     for layer in range(LAYERS):
         engine.wait_layer(layer)
@@ -161,8 +165,8 @@ def test_a_load_that_is_done_before_its_gates_are_reached_is_reported_later(
 
 
 @PATHS
-def test_the_first_layer_is_computed_before_the_last_has_arrived(api: FakeCuda, pieces: int) -> None:
-    rig = make_rig(api, pieces=pieces)
+def test_the_first_layer_is_computed_before_the_last_has_arrived(api: FakeCuda, path: str) -> None:
+    rig = make_rig(api, path=path)
     engine = rig.engine
     for layer in range(LAYERS):
         engine.wait_layer(layer)
@@ -176,7 +180,7 @@ def test_the_first_layer_is_computed_before_the_last_has_arrived(api: FakeCuda, 
     while 0 not in seen:
         ready = [stream for stream in api.streams if stream.runnable()]
         stream = compute if compute in ready else ready[0]
-        stream.pending.popleft()[1]()
+        stream.pending.popleft().run()
     assert any(stream.pending for stream in api.streams), "the whole load was waited for"
     for layer in range(1, LAYERS):
         engine.wait_layer(layer)

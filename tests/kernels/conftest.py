@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
@@ -13,7 +14,19 @@ from layerstream.kernels import gather, reference, scatter, segments
 class Copies:
     gather: Callable[..., None]
     scatter: Callable[..., None]
+    gather_layers: Callable[..., None]
+    scatter_layers: Callable[..., None]
     refuses_large_ids: bool
+
+    @classmethod
+    def of(cls, gathering: Any, scattering: Any, *, refuses_large_ids: bool) -> Copies:
+        return cls(
+            gathering.gather_pages,
+            scattering.scatter_pages,
+            gathering.gather_layers,
+            scattering.scatter_layers,
+            refuses_large_ids,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +43,7 @@ def interpreted() -> Iterator[Copies]:
             patch.setattr(module, "locate", locate)
         # The interpreter works on CPU tensors in place; copying each back onto itself would touch all of a sparse one.
         patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-        yield Copies(gather.gather_pages, scatter.scatter_pages, refuses_large_ids=False)
+        yield Copies.of(gather, scatter, refuses_large_ids=False)
 
 
 @pytest.fixture(scope="module", params=["triton", "reference"])
@@ -39,4 +52,4 @@ def copies(request: pytest.FixtureRequest) -> Copies:
     if request.param == "triton":
         interpreted: Copies = request.getfixturevalue("interpreted")
         return interpreted
-    return Copies(reference.gather_pages, reference.scatter_pages, refuses_large_ids=True)
+    return Copies.of(reference, reference, refuses_large_ids=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 
 import torch
 
 from layerstream.geometry import LayerPages, layer_pages
+from layerstream.kernels.stack import PageStack
 
 POISON = 0xA5
 
@@ -94,6 +98,10 @@ def ids(blocks: list[int]) -> torch.Tensor:
     return torch.tensor(blocks, dtype=torch.int32)
 
 
+def offsets(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def noise(nbytes: int) -> torch.Tensor:
     """Bytes that repeat with a prime period, so that no shift by a power of two goes unseen; never `POISON`."""
     values = [251 if value == POISON else value for value in range(251)]
@@ -122,3 +130,59 @@ def far(word: int) -> LayerPages:
         run_offsets=(0, word * 2**29),
         run_bytes=16 * word,
     )
+
+
+def stacked(layer: LayerPages, layers: int, *, shared: bool, fill: Callable[[int], torch.Tensor]) -> PageStack:
+    """Layers like `layer`, in one storage or each in its own, later ones at lower addresses; with room after each."""
+    step = -(-(layer.end + 5) // 16) * 16
+    if shared:
+        storage = fill(layers * step)
+        moved = [
+            replace(layer, name=f"layer {i}", offset=layer.offset + (layers - 1 - i) * step) for i in range(layers)
+        ]
+        return PageStack([storage] * layers, moved)
+    storages = sorted((fill(step) for _ in range(layers)), key=torch.Tensor.data_ptr, reverse=True)
+    return PageStack(storages, [replace(layer, name=f"layer {i}") for i in range(layers)])
+
+
+class Strewn:
+    """Packed pages of several layers in three allocations, in pairs and otherwise in no order. Each allocation holds
+    all layers, as a segment of the host pool does. Pages that are not in use get places that no memory has."""
+
+    def __init__(
+        self,
+        layer: LayerPages,
+        used: list[int],
+        listed: int,
+        *,
+        layers: int = 1,
+        gap: int,
+        fill: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.page_bytes, self.layers = layer.page_bytes, layers
+        random, unit, pairs = Random(listed), layer.alignment, listed // 2 + 1
+        self._step = layer.page_bytes + gap * unit
+        self._layer_step = 2 * pairs * self._step + 3 * unit
+        self.memory = [fill(layers * self._layer_step + 7 * unit) for _ in range(3)]
+        starts = random.sample([(memory, 2 * pair) for memory in range(3) for pair in range(pairs)], pairs)
+        self._spots = [(memory, slot + second) for memory, slot in starts for second in range(2)][:listed]
+        self._order = random.sample(range(layers), layers)
+        middle = self.memory[1].numel() // 2 // unit * unit
+        self.base = self.memory[1][middle : middle + 1]
+        places = [
+            self.memory[memory].data_ptr() + slot * self._step - self.base.data_ptr() for memory, slot in self._spots
+        ]
+        wanted = [index < len(used) and used[index] >= 0 for index in range(listed)]
+        self.places = offsets([place if want else 2**61 for place, want in zip(places, wanted, strict=True)])
+        self.layer_places = offsets([5 * unit + place * self._layer_step for place in self._order])
+
+    def page(self, memory: list[torch.Tensor], index: int, layer: int | None) -> torch.Tensor:
+        """The bytes in `memory` of page `index` of a layer of a stack, or of a layer alone."""
+        where, slot = self._spots[index]
+        start = slot * self._step
+        if layer is not None:
+            start += self._order[layer] * self._layer_step + int(self.layer_places.min())
+        return memory[where][start : start + self.page_bytes]
+
+    def copies(self) -> list[torch.Tensor]:
+        return [memory.clone() for memory in self.memory]

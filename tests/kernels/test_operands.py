@@ -9,10 +9,11 @@ import torch
 from layerstream.errors import GeometryError
 from layerstream.geometry import LayerPages
 from layerstream.kernels import gather, reference, scatter
-from layerstream.kernels.operands import check_operands, run_stride
-from tests.kernels.pages import LAYOUTS, dense, ids, noise
+from layerstream.kernels.operands import check_operands, pages_per_launch, run_stride
+from tests.kernels.pages import LAYOUTS, dense, ids, noise, offsets
 
 LAYER = dense(96)
+META = torch.empty(LAYER.end, dtype=torch.uint8, device="meta")
 
 
 def operands(**changed: Any) -> dict[str, Any]:
@@ -30,6 +31,20 @@ def test_just_enough_is_accepted() -> None:
     check_operands(**operands())
 
 
+def test_with_places_the_packed_side_is_only_a_base() -> None:
+    check_operands(**operands(packed=noise(0), places=offsets([0, 2**40])))
+
+
+def test_host_memory_is_packed_on_the_cpu_with_all_else_on_the_device() -> None:
+    check_operands(**operands(paged=META, blocks=ids([1, 2]).to("meta"), count=None, packed_on_host=True))
+    check_operands(**operands(packed_on_host=True))
+
+
+def test_a_launch_beside_host_memory_lasts_a_tenth_of_a_millisecond() -> None:
+    assert pages_per_launch(64 * 1024) == 76
+    assert pages_per_launch(5_000_000) == pages_per_launch(2**40) == 1
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -40,9 +55,14 @@ def test_just_enough_is_accepted() -> None:
         ({"packed": noise(2 * 96).view(2, 96)}, "packed pages is .* one-dimensional"),
         ({"blocks": ids([1, 2]).long()}, "blocks is torch.int64 .* torch.int32"),
         ({"blocks": ids([1, 1, 2, 2])[::2]}, "blocks is .* contiguous"),
-        ({"blocks": ids([1, 2]).to("meta")}, "blocks is on meta and the packed pages on cpu"),
-        ({"paged": noise(LAYER.end).to("meta")}, "paged storage is on meta"),
+        ({"blocks": ids([1, 2]).to("meta")}, "blocks is on meta and must be on cpu"),
+        ({"paged": META}, "blocks is on cpu and must be on meta"),
+        ({"paged": META, "blocks": ids([1, 2]).to("meta")}, "packed pages is on cpu .* meta; .* packed_on_host"),
+        ({"packed": META, "packed_on_host": True}, "packed pages is on meta and must be on cpu"),
         ({"count": ids([1]).to("meta")}, "count is on meta"),
+        ({"places": ids([0, 96])}, "places is torch.int32 .* torch.int64"),
+        ({"places": offsets([0, 96]).to("meta")}, "places is on meta"),
+        ({"places": offsets([0])}, "places must hold 2 offsets, not 1"),
         ({"count": ids([1, 2])}, "count must hold one number, not 2"),
         ({"count": ids([1]).long()}, "count is torch.int64"),
         ({"max_ctas": 0}, "max_ctas is 0"),

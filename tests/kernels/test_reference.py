@@ -20,17 +20,23 @@ LARGE = dense(128 * 1024, num_pages=MANY)
 GAPPED = dense(128 * 1024, num_pages=MANY, gap=64)
 
 
-def copy_of(copy: Callable[..., None], layer: LayerPages) -> Callable[[], None]:
+def copy_of(copy: Callable[..., None], layer: LayerPages, parts: int = 1) -> Callable[[], None]:
     paged, packed = noise(layer.end), noise(MANY * layer.page_bytes)
     blocks = torch.arange(MANY - 1, -1, -1, dtype=torch.int32)
     dst, src = (packed, paged) if copy is gather_pages else (paged, packed)
-    return lambda: copy(dst, src, layer, blocks)
+    # Parts in falling order, none of which joins the next.
+    places = (torch.arange(MANY) * layer.page_bytes).view(parts, -1).flip(0).flatten()
+    return lambda: copy(dst, src, layer, blocks, places=None if parts == 1 else places)
 
 
-@pytest.mark.parametrize("layer", [LARGE, GAPPED], ids=["dense", "gapped"])
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [(LARGE, 1), (LARGE, 4), (GAPPED, 1), (GAPPED, 4)],
+    ids=["dense", "dense parts", "gapped", "gapped parts"],
+)
 @pytest.mark.parametrize("copy", [gather_pages, scatter_pages])
-def test_a_copy_lets_other_threads_run(copy: Callable[..., None], layer: LayerPages) -> None:
-    run, copying = copy_of(copy, layer), [0]
+def test_a_copy_lets_other_threads_run(copy: Callable[..., None], layer: LayerPages, parts: int) -> None:
+    run, copying = copy_of(copy, layer, parts), [0]
     turns = Counter[int]()
 
     def work() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,24 @@ from hypothesis import strategies as st
 
 from layerstream.errors import GeometryError
 from layerstream.geometry import LayerPages, layer_pages
+from layerstream.kernels.stack import PageStack
 from tests.kernels.conftest import Copies
-from tests.kernels.pages import BLOCKS, LAYOUTS, far, gathered, ids, noise, poisoned, positions, scattered, virtual
+from tests.kernels.pages import (
+    BLOCKS,
+    LAYOUTS,
+    Strewn,
+    dense,
+    far,
+    gathered,
+    ids,
+    noise,
+    offsets,
+    poisoned,
+    positions,
+    scattered,
+    stacked,
+    virtual,
+)
 
 
 def check(copies: Copies, layer: LayerPages, blocks: list[int], *, count: int | None = None, max_ctas: int = 3) -> None:
@@ -20,6 +38,53 @@ def check(copies: Copies, layer: LayerPages, blocks: list[int], *, count: int | 
     counted = None if count is None else ids([count])
     copies.scatter(dst, src, layer, ids(blocks), count=counted, max_ctas=max_ctas)
     assert torch.equal(dst, expected)
+
+
+def check_strewn(copies: Copies, layer: LayerPages, blocks: list[int], *, gap: int = 1, host: bool = False) -> None:
+    """Scatter from places in three allocations into poisoned storage and compare every byte of it."""
+    dst, where = poisoned(layer.end + 5), positions(layer)
+    packed = Strewn(layer, blocks, len(blocks), gap=gap, fill=noise)
+    expected = dst.clone()
+    for index, block in enumerate(blocks):
+        if block >= 0:
+            expected[where[block]] = packed.page(packed.memory, index, None)
+    copies.scatter(dst, packed.base, layer, ids(blocks), places=packed.places, packed_on_host=host)
+    assert torch.equal(dst, expected)
+
+
+def check_layers(
+    copies: Copies,
+    layer: LayerPages,
+    blocks: list[int],
+    span: tuple[int, int, int],
+    *,
+    placed: bool,
+    count: int | None = None,
+    shared: bool = False,
+    host: bool = False,
+) -> None:
+    """Scatter into `span`, (first layer, layers, layers of the stack), and compare every byte of all layers."""
+    (first, layers, depth), used = span, blocks if count is None else blocks[: max(0, count)]
+    stack = stacked(layer, depth, shared=shared, fill=poisoned)
+    packed = noise(layers * len(blocks) * layer.page_bytes)
+    strewn = Strewn(layer, used, len(blocks), layers=depth, gap=1, fill=noise)
+    expected = [poisoned(storage.numel()) for storage in stack.storages[: 1 if shared else depth]]
+    for index in range(first, first + layers):
+        storage, where = expected[0 if shared else index], positions(stack.layers[index])
+        for page, block in enumerate(used):
+            if block >= 0:
+                start = ((index - first) * len(blocks) + page) * layer.page_bytes
+                dense_page = packed[start : start + layer.page_bytes]
+                storage[where[block]] = strewn.page(strewn.memory, page, index) if placed else dense_page
+    copies.scatter_layers(
+        *(stack, first, layers, strewn.base if placed else packed, ids(blocks)),
+        places=strewn.places if placed else None,
+        layer_places=strewn.layer_places if placed else None,
+        count=None if count is None else ids([count]),
+        packed_on_host=host,
+        max_ctas=3,
+    )
+    assert all(map(torch.equal, stack.storages, expected))
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
@@ -96,6 +161,47 @@ def tensors(draw: st.DrawFn) -> tuple[LayerPages, torch.Tensor, int]:
     return layer, where.flatten(1), elements * itemsize
 
 
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
+@pytest.mark.parametrize("name", ["96 bytes", "unequal runs"])
+def test_pages_come_from_their_places(copies: Copies, name: str, blocks: list[int], gap: int) -> None:
+    check_strewn(copies, LAYOUTS[name], blocks, gap=gap)
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("layer", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_places_suit_every_layout(copies: Copies, layer: LayerPages, host: bool) -> None:
+    check_strewn(copies, layer, [4, -1, 0, 1, 2], host=host)
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["dense", "placed"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "one storage"])
+@pytest.mark.parametrize("layer", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_several_layers_are_filled_by_one_call(copies: Copies, layer: LayerPages, shared: bool, placed: bool) -> None:
+    check_layers(copies, layer, [3, -1, 0, 1], (1, 2, 3), shared=shared, placed=placed, host=shared)
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["dense", "placed"])
+@pytest.mark.parametrize("count", [None, -1, 0, 1, 3, 99])
+@pytest.mark.parametrize("span", [(0, 1, 1), (4, 1, 5), (0, 5, 5), (1, 3, 5)], ids=str)
+def test_any_span_of_a_stack_and_any_count(
+    copies: Copies, span: tuple[int, int, int], count: int | None, placed: bool
+) -> None:
+    check_layers(copies, LAYOUTS["heads outermost"], [4, 2, -1, 0], span, count=count, placed=placed)
+
+
+def test_places_and_layers_pass_32_bits(copies: Copies) -> None:
+    apart = 2**33 + 32
+    layer, src, dst = dense(16), virtual(3 * apart), virtual(2 * apart)
+    stack = PageStack([dst, dst], [layer, replace(layer, offset=apart)])
+    src[:16], src[apart : apart + 16] = noise(16), noise(32)[16:]
+    places, layer_places = offsets([-apart, 64]), offsets([0, apart])
+    copies.scatter_layers(stack, 0, 2, src[apart : apart + 1], ids([2, 1]), places=places, layer_places=layer_places)
+    assert torch.equal(dst[32:48], noise(16))
+    assert torch.equal(dst[apart + 32 : apart + 48], noise(32)[16:])
+    assert not dst[48:4096].any() and not dst[apart + 48 : apart + 4096].any()
+
+
 @settings(max_examples=150, deadline=None)
 @given(drawn=tensors(), data=st.data())
 def test_round_trip_of_any_strided_tensor(
@@ -116,3 +222,35 @@ def test_round_trip_of_any_strided_tensor(
     assert torch.equal(restored, scattered(poisoned(nbytes), packed, where, used))
     kept = [block for block in used if block >= 0]
     assert torch.equal(restored[where[kept]], storage[where[kept]])
+
+
+@settings(max_examples=80, deadline=None)
+@given(drawn=tensors(), data=st.data())
+def test_round_trip_of_layers_of_any_strided_tensor(
+    copies: Copies, drawn: tuple[LayerPages, torch.Tensor, int], data: st.DataObject
+) -> None:
+    layer, where, _ = drawn
+    depth = data.draw(st.integers(1, 5))
+    first = data.draw(st.integers(0, depth - 1))
+    layers = data.draw(st.integers(1, depth - first))
+    blocks = data.draw(st.permutations(range(layer.num_pages)))[: data.draw(st.integers(1, layer.num_pages))]
+    blocks = [data.draw(st.sampled_from([block, block, block, -1])) for block in blocks]
+    counted = data.draw(st.one_of(st.none(), st.integers(0, len(blocks))))
+    used = blocks[:counted]
+    how = {"count": None if counted is None else ids([counted]), "packed_on_host": data.draw(st.booleans())}
+    stack = stacked(layer, depth, shared=data.draw(st.booleans()), fill=noise)
+    restored = PageStack([poisoned(storage.numel()) for storage in stack.storages], stack.layers)
+    span, strewn = (first, layers), Strewn(layer, used, len(blocks), layers=depth, gap=1, fill=poisoned)
+    if data.draw(st.booleans()):
+        packed, how = strewn.base, how | {"places": strewn.places, "layer_places": strewn.layer_places}
+    else:
+        packed = poisoned(layers * len(blocks) * layer.page_bytes)
+    copies.gather_layers(packed, stack, *span, ids(blocks), **how)
+    copies.scatter_layers(restored, *span, packed, ids(blocks), **how)
+    kept = [block for block in used if block >= 0]
+    for index in range(depth):
+        expected = poisoned(stack.storages[index].numel())
+        if first <= index < first + layers:
+            moved = where[kept] + stack.layers[index].offset - layer.offset
+            expected[moved] = stack.storages[index][moved]
+        assert torch.equal(restored.storages[index], expected)

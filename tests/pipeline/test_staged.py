@@ -11,12 +11,12 @@ from layerstream.assembly import kv_geometry, storage_bytes
 from layerstream.errors import ConfigError
 from layerstream.host_pool import HostPool
 from layerstream.jobs import JobKind, StepPlan
-from layerstream.kernels.reference import gather_pages, scatter_pages
 from layerstream.pipeline.base import Move
+from layerstream.pipeline.paged_cache import PagedCache, PageKernels
 from layerstream.pipeline.staged import StagedPath
 from layerstream.streams.cuda import CudaDevice
 from tests.rigs.fake_cuda import FakeCuda
-from tests.rigs.path_rig import LAYERS, job, make_rig
+from tests.rigs.path_rig import KERNELS, LAYERS, job, make_rig
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def api() -> Iterator[FakeCuda]:
 
 
 def test_copies_into_the_ring_do_not_wait_for_the_model(api: FakeCuda) -> None:
-    rig = make_rig(api, pieces=2)
+    rig = make_rig(api)
     engine = rig.engine
     engine.pool.span(0, 0, 2).fill_(7)
     release = api.hold()
     engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, [4, 5], [0, 1]),)))
     engine.start_loads(layerwise=False)
     api.run()
-    ring = engine._path._load_ring._pieces[0].memory  # type: ignore[attr-defined]
+    ring = rig.path._load_ring._pieces[0].memory  # type: ignore[attr-defined]
     assert ring[:128].tolist() == [7] * 128, "the first copy should have run"
     assert rig.kv[0][4, 0] == -1, "no block may be written before the compute stream's earlier work"
     release()
@@ -42,17 +42,17 @@ def test_copies_into_the_ring_do_not_wait_for_the_model(api: FakeCuda) -> None:
 
 
 def test_a_step_joins_the_gathers_and_not_the_copies_to_the_host(api: FakeCuda) -> None:
-    rig = make_rig(api, pieces=2)
+    rig = make_rig(api)
     engine = rig.engine
-    with api.stream(engine._path._save_copy._raw):  # type: ignore[attr-defined]
+    with api.stream(rig.path._save_copy.raw):  # type: ignore[attr-defined]
         release = api.hold()
-    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, [4], [0]),)))
+    engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, [4, 6, 7], [0, 1, 2]),)))
     rig.write(0, [4], 1000)
     engine.save_layer(0)
     engine.end_step()
     rig.write(0, [5], 2000)
     api.run()
-    # One page a layer and two pieces: the gathers of layers 2 and 3 need pieces that only the held copies free.
+    # A piece for each layer and two pieces: the gathers of layers 2 and 3 need pieces that only the held copies free.
     assert rig.kv[0][5, 0] == -1
     assert engine.poll() is None, "nothing is saved before its bytes are in the pool"
     release()
@@ -60,7 +60,7 @@ def test_a_step_joins_the_gathers_and_not_the_copies_to_the_host(api: FakeCuda) 
     assert rig.kv[0][5, 0] == 2005
     assert rig.reports().done == {1: 1}
     roomy = make_rig(api, pieces=LAYERS)
-    with api.stream(roomy.engine._path._save_copy._raw):  # type: ignore[attr-defined]
+    with api.stream(roomy.path._save_copy.raw):  # type: ignore[attr-defined]
         release = api.hold()
     roomy.engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.SAVE, [4], [0]),)))
     roomy.engine.end_step()
@@ -74,7 +74,7 @@ def test_a_step_joins_the_gathers_and_not_the_copies_to_the_host(api: FakeCuda) 
 
 
 def test_a_piece_holds_whole_pages_and_cuts_runs() -> None:
-    move = Move(torch.arange(7, dtype=torch.int32), [(10, 2), (40, 5)])
+    move = Move(range(7), torch.arange(7, dtype=torch.int32), [(10, 2), (40, 5)])
     pieces = move.pieces(3)
     assert [piece.pages for piece in pieces] == [3, 3, 1]
     assert [piece.pool_runs for piece in pieces] == [((10, 2), (40, 1)), ((41, 3),), ((44, 1),)]
@@ -90,10 +90,8 @@ def test_staging_too_small_for_a_page_is_refused(api: FakeCuda) -> None:
     with pytest.raises(ConfigError, match=r"3 MiB cannot stage pages of 1048576 bytes; set it to at least 4"):
         StagedPath(
             device=CudaDevice(0, api=api),
-            geometry=geometry,
-            storages=[storage_bytes(tensor) for tensor in kv.values()],
+            cache=PagedCache(geometry, [storage_bytes(tensor) for tensor in kv.values()]),
             pool=pool,
-            gather=gather_pages,
-            scatter=scatter_pages,
+            kernels=PageKernels(*KERNELS),
             staging_bytes=3 << 20,
         )

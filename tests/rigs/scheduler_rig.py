@@ -62,6 +62,7 @@ class SchedulerRig:
         prefix_caching: bool = True,
         kv_role: str = "kv_both",
     ) -> None:
+        options = {"sanitize": True, **options}
         register()
         init_none_hash(sha256)
         self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role)

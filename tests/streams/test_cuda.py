@@ -3,15 +3,14 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from layerstream.errors import TransferError
 from layerstream.streams.base import Event, Stream
-from layerstream.streams.cuda import TABLE_ENTRIES, CudaDevice, CudaPinner, loaded_cudart
-from tests.rigs.fake_cuda import Entry, FakeCuda, FakeRuntime
+from layerstream.streams.cuda import TABLE_ENTRIES, CudaDevice
+from tests.rigs.fake_cuda import Entry, FakeCuda
 
 
 @pytest.fixture
@@ -165,49 +164,18 @@ def test_closing_a_broken_context_is_not_a_success(api: FakeCuda, caplog: pytest
     assert "illegal memory access" in caplog.text
 
 
-# Pinning
-
-
-def test_a_refusal_leaves_no_error_behind() -> None:
-    runtime = FakeRuntime(refuse_from=2)
-    pinner = CudaPinner(runtime)
-    assert pinner.register(4096, 100) is True
-    assert pinner.register(8192, 100) is False
-    assert runtime.last_error == 0
-    assert runtime.registered == {4096: 100}
-
-
-def test_a_failed_unregistration_is_told_and_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
-    runtime = FakeRuntime()
-    CudaPinner(runtime).unregister(4096)
-    assert "stays pinned" in caplog.text
-    assert runtime.last_error == 0
-
-
-def test_without_a_runtime_every_registration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerstream.streams.cuda.loaded_cudart", lambda: None)
-    assert CudaPinner().register(4096, 100) is False
-
-
-def test_the_runtime_is_found_among_mapped_files(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text("7f00-7f01 r-xp 00000000 00:00 0 \n7f01-7f02 r-xp 00000000 08:01 1  /usr/lib/libc.so.6\n")
-    assert loaded_cudart(maps) is None
-    maps.write_text(maps.read_text() + "7f02-7f03 r-xp 00000000 08:01 2  /nowhere/with space/libcudart-1a2b.so.13\n")
-    with pytest.raises(OSError, match=r"/nowhere/with space/libcudart-1a2b\.so\.13"):
-        loaded_cudart(maps)
-
-
 # The fake stands in for these
 
 
 def test_the_calls_exist_in_torch() -> None:
     assert {"device", "priority"} <= set(inspect.signature(torch.cuda.Stream.__new__).parameters)
-    assert "enable_timing" in inspect.signature(torch.cuda.Event.__new__).parameters
+    assert {"enable_timing", "external"} <= set(inspect.signature(torch.cuda.Event.__new__).parameters)
+    assert "capture_error_mode" in inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
     for owner, names in (
         (torch.cuda.Stream, ("wait_event", "query")),
         (torch.cuda.Event, ("record", "query", "elapsed_time")),
-        (torch.cuda, ("current_stream", "stream")),
+        (torch.cuda, ("current_stream", "stream", "is_current_stream_capturing")),
+        (torch.cuda.CUDAGraph, ("capture_begin", "capture_end", "replay")),
         (torch.Tensor, ("record_stream",)),
     ):
         for name in names:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import dataclasses
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -123,7 +123,7 @@ def test_ranks_that_disagree_on_chunks_are_refused(tmp_path: Path) -> None:
     rig = SchedulerRig(tmp_path, options=OPTIONS)
     shake: Any = rig.workers[0].get_handshake_metadata()
     rig.connector.scheduler._world_size = 2
-    other = type(shake)(msgspec.structs.replace(shake.info, chunk_blocks=99))
+    other = type(shake)(dataclasses.replace(shake.info, chunk_blocks=99))
     with pytest.raises(GeometryError, match=r"ranks chose chunks of \[16, 99\] blocks"):
         rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (0, 1): other})
     rig.close()
@@ -134,7 +134,7 @@ def test_the_smallest_pool_of_all_ranks_counts(tmp_path: Path) -> None:
     shake: Any = rig.workers[0].get_handshake_metadata()
     rig.config.parallel_config.world_size = 2
     fresh = LayerStreamConnector(rig.config, KVConnectorRole.SCHEDULER, rig.cache)
-    smaller = type(shake)(msgspec.structs.replace(shake.info, pool_slots=3))
+    smaller = type(shake)(dataclasses.replace(shake.info, pool_slots=3))
     fresh.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (1, 0): smaller})
     assert fresh.scheduler._coordinator is not None
     assert fresh.scheduler._coordinator.pool_slots == 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from layerstream.hooks.vllm.connector import LayerStreamConnector
+from layerstream.hooks.vllm.messages import WorkerReport
+from layerstream.jobs import Report
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes
 
 OPTIONS = {"host_gib": 0.002, "chunk_tokens": 4 * BLOCK, "staging_mib": 1}
@@ -135,6 +143,44 @@ def test_a_hit_is_offered_only_after_every_rank_reported(make_rig: MakeRig) -> N
     assert_idle(rig)
 
 
+def test_the_log_says_how_much_of_the_pool_is_ready(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig()
+    shake: Any = rig.workers[0].get_handshake_metadata()
+    rig.config.parallel_config.world_size = 2
+    fresh = LayerStreamConnector(rig.config, KVConnectorRole.SCHEDULER, rig.cache)
+    ranks = [
+        dataclasses.replace(shake.info, rank=rank, pool_slots=480 + rank, ready_slots=ready, pinned=True)
+        for rank, ready in enumerate((64, 32))
+    ]
+
+    def report(ready: dict[int, int]) -> int:
+        meta = WorkerReport(Report(ready_slots=ready))
+        fresh.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+        assert fresh.has_pending_push_work() is False, "growth alone keeps no engine stepping"
+        assert fresh.scheduler._coordinator is not None
+        return fresh.scheduler._coordinator.pool_slots
+
+    with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
+        fresh.set_xfer_handshake_metadata_pp_aware({(0, rank.rank): type(shake)(rank) for rank in ranks})
+        assert re.search(
+            r"pool 480 slots a rank \([0-9.]+ GiB, pinned; 32 ready, the rest follows in the background\), loads",
+            caplog.text,
+        )
+        caplog.clear()
+        assert [report(ready) for ready in ({0: 480}, {1: 96}, {1: 480})] == [32, 96, 480]
+        report({1: 481})
+    (line,) = [record.message for record in caplog.records]
+    assert line == "LayerStream: all 480 slots of the pool are ready on every rank"
+
+
+def test_a_pool_that_is_ready_at_once_is_told_of_as_such(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
+        rig = make_rig()
+        rig.serve("cold", prompt(100))
+    assert "GiB, not pinned), loads" in caplog.text
+    assert "ready" not in caplog.text
+
+
 def test_an_idle_engine_finishes_its_saves(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.held_back = {0}
@@ -218,14 +264,16 @@ def break_scatter(rig: SchedulerRig) -> None:
 
     engine = rig.workers[0].worker.engine
     assert engine is not None
-    engine._path._scatter = broken  # type: ignore[attr-defined]
+    path: Any = engine._paths.load(1)
+    path._kernels = path._kernels._replace(scatter_pages=broken)
 
 
 def silence(rig: SchedulerRig) -> None:
     """From here on nothing is moved and nothing reported by the first rank."""
     engine = rig.workers[0].worker.engine
     assert engine is not None
-    engine._path.load_layer = lambda *_, **__: None  # type: ignore[method-assign]
+    path: Any = engine._paths.load(1)
+    path.load = lambda *_, **__: None
     engine.poll = lambda: None  # type: ignore[method-assign]
 
 
@@ -274,7 +322,8 @@ def test_after_a_failed_save_requests_are_served_without_the_pool(make_rig: Make
 
     engine = rig.workers[0].worker.engine
     assert engine is not None
-    engine._path._gather = broken  # type: ignore[attr-defined]
+    path: Any = engine._paths.save
+    path._kernels = path._kernels._replace(gather_pages=broken)
     rig.serve("not saved", prompt(100, seed=5))
     assert rig.scheduler.reset_prefix_cache()
     assert rig.serve("again", ids) == 0
