@@ -124,7 +124,7 @@ class PiecewiseModule:
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
 
     def _warm_up(self, buffers: dict[str, torch.Tensor]) -> None:
-        with run_into(Muted()):
+        if True:
             for _ in range(self._warm_ups):
                 self._module(**buffers)
 

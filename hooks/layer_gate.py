@@ -34,6 +34,12 @@ class LayerGate:
         if index is not None:
             self._engine.wait_layer(index)
 
+    def capture(self, name: str) -> None:
+        """Call in place of `before` while a graph of the whole forward is captured."""
+        index = self._index.get(name)
+        if index is not None and self._engine.in_graph is not None:
+            self._engine.in_graph.capture_wait(index)
+
     def after(self, name: str) -> None:
         """Call once a layer's KV writes of this step are queued."""
         index = self._index.get(name)

@@ -136,10 +136,10 @@ def locate(
     else:
         start += tl.load(run_table + run) * (WORD // SIZE)
     if places is None:
-        place = run_index.to(tl.int64) * (RUN_BYTES // SIZE)
         if layer_starts is not None:
             # A layer's packed pages leave room for the whole list, whatever the count.
-            place += num_blocks.to(tl.int64) * layer * (RUNS * RUN_BYTES // SIZE)
+            run_index += layer * num_blocks * RUNS
+        place = run_index.to(tl.int64) * (RUN_BYTES // SIZE)
     else:
         place = tl.load(places + index, mask=listed, other=0) // WORD * (WORD // SIZE)
         place += run.to(tl.int64) * (RUN_BYTES // SIZE)

@@ -18,15 +18,18 @@ from layerstream.calibration import machine_rates
 from layerstream.engine import StreamEngine
 from layerstream.errors import ConfigError
 from layerstream.geometry import KVGeometry, layer_pages
+from layerstream.graphs.in_graph import EventGates, FlagGates
 from layerstream.host_budget import asked_budget, default_budget
 from layerstream.host_pool import HostPool
 from layerstream.model_store import cache_dir
 from layerstream.pipeline.choice import PathChoice
+from layerstream.pipeline.graph_load import GraphLoad
 from layerstream.pipeline.paged_cache import PagedCache
 from layerstream.verify import Verifier
 
 if TYPE_CHECKING:
     from layerstream.config import StreamConfig
+    from layerstream.graphs.in_graph import InGraphGates
     from layerstream.pipeline.base import TransferPath
     from layerstream.pipeline.paged_cache import PageKernels
     from layerstream.streams.base import Device
@@ -109,6 +112,9 @@ def build_engine(
     cache = PagedCache(geometry, storages)
     paths = _open_paths(device, cache, pool, kernels, config)
     warm_up(device, cache, pool, kernels)
+    graph_load = None
+    if config.graph_loads and (pool.pinned or device.kind == "cpu"):
+        graph_load = GraphLoad(device=device, cache=cache, pool=pool, kernels=kernels, max_ctas=config.max_copy_sms)
     verifier = None
     if config.verify:
         verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=kernels.gather_pages)
@@ -119,6 +125,8 @@ def build_engine(
         paths=paths,
         group_bytes=GROUP_BYTES[device.kind],
         layers_per_gate=config.layers_per_gate,
+        graph_load=graph_load,
+        in_graph=_in_graph_gates(device, len(geometry.layers), config),
         verifier=verifier,
         sanitizer=sanitizer,
         trace_dir=trace_dir,
@@ -167,6 +175,23 @@ def _open_paths(
     chosen = [(0, "staged")] if rates is None else rates.fastest_loads(largest)
     paths = {name: staged if name == "staged" else path(name) for name in {name for _, name in chosen}}
     return PathChoice(loads=[(blocks, paths[name]) for blocks, name in chosen], save=staged)
+
+
+def _in_graph_gates(device: Device, layers: int, config: StreamConfig) -> InGraphGates | None:
+    if config.in_graph_waits == "off":
+        return None
+    from layerstream.streams.cuda import CudaDevice
+
+    if not isinstance(device, CudaDevice):
+        logger.warning(
+            "LayerStream: in_graph_waits is %r, and only a GPU without sanitize can have that; FULL steps wait for "
+            "whole loads",
+            config.in_graph_waits,
+        )
+        return None
+    if config.in_graph_waits == "events":
+        return EventGates(device, layers)
+    return FlagGates(device, layers, device.driver())
 
 
 def _trace_dir(config: StreamConfig) -> Path | None:

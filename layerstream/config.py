@@ -91,7 +91,7 @@ class StreamConfig:
         " or ".join(f'"{path}"' for path in get_args(TransferPathName)),
         lambda v: isinstance(v, str) and v in get_args(TransferPathName),
     )
-    """How loads move: device rings, a kernel reading the pool, or batched copies; auto picks what is measured fastest."""
+    """How loads move: device rings, a kernel reading the pool, batched copies; auto takes what measures fastest."""
     staging_mib: int = _option(64, "an integer >= 1", lambda v: _is_int(v) and v >= 1)
     """Device memory in MiB for the rings of staged transfers, half for loads and half for saves."""
     max_copy_sms: int | None = _option(None, "an integer >= 1, or null", lambda v: v is None or (_is_int(v) and v >= 1))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from layerstream.graphs.mode import GateMode, gate_mode
+from layerstream.graphs.mode import GateMode, gate_mode, replays_full_graph
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,10 +54,22 @@ def hooks_tell_layers(vllm_config: VllmConfig) -> bool:
     return not micro_batches and vllm_config.speculative_config is None
 
 
-def forward_gate_mode(context: ForwardContext) -> GateMode:
-    """How the step whose forward context this is waits for its loads."""
+def forward_gate_mode(context: ForwardContext, call: Mapping[str, Any], *, in_graph_ready: bool = False) -> GateMode:
+    """How a step waits for its loads.
+
+    Args:
+        context: the step's forward context.
+        call: what the runner passed to `start_load_kv` beside it.
+        in_graph_ready: see `gate_mode`.
+    """
     mode: Any = getattr(context, "cudagraph_runtime_mode", None)
+    has_metadata = context.attn_metadata is not None
     return gate_mode(
-        has_attention_metadata=context.attn_metadata is not None,
-        full_graph=getattr(mode, "name", None) == "FULL",
+        has_attention_metadata=has_metadata,
+        full_graph=replays_full_graph(
+            has_attention_metadata=has_metadata,
+            context_full=getattr(mode, "name", None) == "FULL",
+            call_has_metadata=call.get("attn_metadata") is not None,
+        ),
+        in_graph_ready=in_graph_ready,
     )

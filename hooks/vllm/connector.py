@@ -105,8 +105,12 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, StepMetadata)
         self.worker.begin_step(connector_metadata.plan)
 
+    def has_connector_metadata(self) -> bool:
+        """Whether layer hooks are to be called; also while a FULL graph is captured, if its waits are wanted in it."""
+        return super().has_connector_metadata() or (self._worker is not None and self._worker.capturing())
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.worker.start_loads(forward_context)
+        self.worker.start_loads(forward_context, kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker.before_layer(layer_name)

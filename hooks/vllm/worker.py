@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.logger import init_logger
 
 from layerstream.assembly import build_engine
@@ -16,7 +17,6 @@ from layerstream.hooks.vllm.identify import attention_of, geometry_digest
 from layerstream.jobs import RankInfo, Report, StepPlan
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -91,20 +91,43 @@ class WorkerHalf:
         if self.engine is not None:
             self.engine.begin_step(plan)
 
-    def start_loads(self, context: ForwardContext) -> None:
-        """Called before the forward in a gated step, after it in any other."""
-        if self.engine is not None:
-            layerwise = self._hooks_tell_layers and forward_gate_mode(context) is GateMode.LAYERWISE
-            self.engine.start_loads(layerwise=layerwise)
+    def start_loads(self, context: ForwardContext, call: Mapping[str, Any]) -> None:
+        """Called before the forward in a gated step, after it in any other.
+
+        Args:
+            context: the step's forward context.
+            call: what else the runner passed.
+        """
+        engine = self.engine
+        if engine is not None:
+            ready = self._hooks_tell_layers and engine.in_graph is not None and engine.in_graph.captured_whole()
+            mode = forward_gate_mode(context, call, in_graph_ready=ready)
+            engine.start_loads(
+                layerwise=self._hooks_tell_layers and mode is GateMode.LAYERWISE,
+                in_graph=mode is GateMode.IN_GRAPH,
+            )
+
+    def capturing(self) -> bool:
+        """Whether the model's forward is being captured as a whole, and waits are to be captured with it."""
+        return (
+            self.engine is not None
+            and self.engine.in_graph is not None
+            and self._hooks_tell_layers
+            and torch.cuda.is_current_stream_capturing()
+        )
 
     def before_layer(self, name: str) -> None:
-        """A layer's attention is about to read its KV."""
-        if self._gate is not None:
+        """A layer's attention is about to read its KV, or is captured doing so."""
+        if self._gate is None:
+            return
+        if self.capturing():
+            self._gate.capture(name)
+        else:
             self._gate.before(name)
 
     def after_layer(self, name: str) -> None:
-        """A layer's attention is queued."""
-        if self._gate is not None and self._hooks_tell_layers:
+        """A layer's attention is queued, or captured."""
+        if self._gate is not None and self._hooks_tell_layers and not self.capturing():
             self._gate.after(name)
 
     def end_step(self) -> None:

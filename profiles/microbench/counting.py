@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layerstream.streams.base import Device, Event, Stream
+from layerstream.streams.base import CopyBatch, Device, Event, Graph, Stream
 
 
 class CountingStream:
@@ -16,24 +16,32 @@ class CountingStream:
 
     def __init__(self, stream: Stream, counts: Counter[str]) -> None:
         self.name = stream.name
-        self._stream = stream
+        self.counted = stream
         self._counts = counts
 
     def record(self, event: Event) -> None:
         self._counts["record"] += 1
-        self._stream.record(event)
+        self.counted.record(event)
 
     def wait(self, event: Event) -> None:
         self._counts["wait"] += 1
-        self._stream.wait(event)
+        self.counted.wait(event)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self._counts["copy"] += 1
-        self._stream.copy(dst, src)
+        self.counted.copy(dst, src)
+
+    def copy_batch(self, batch: CopyBatch) -> None:
+        self._counts["copy"] += 1
+        self.counted.copy_batch(batch)
+
+    def replay(self, graph: Graph) -> None:
+        self._counts["replay"] += 1
+        self.counted.replay(graph)
 
     def launch(self, kernel: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         self._counts["launch"] += 1
-        self._stream.launch(kernel, *args, **kwargs)
+        self.counted.launch(kernel, *args, **kwargs)
 
 
 class CountingDevice:
@@ -50,8 +58,12 @@ class CountingDevice:
     def stream(self, name: str, *, priority: int) -> Stream:
         return CountingStream(self._device.stream(name, priority=priority), self.counts)
 
-    def event(self) -> Event:
-        return self._device.event()
+    def event(self, *, in_graph: bool = False) -> Event:
+        return self._device.event(in_graph=in_graph)
+
+    def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
+        assert isinstance(stream, CountingStream)
+        return self._device.capture(stream.counted, queue)
 
     def elapsed(self, start: Event, end: Event) -> float:
         return self._device.elapsed(start, end)

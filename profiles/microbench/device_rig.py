@@ -151,13 +151,16 @@ class DeviceRig:
         return self.storages[layer].view(torch.int64).view(-1, self.page_bytes // 8)
 
     def index(self) -> torch.Tensor:
-        """The listed pages as torch wants them: `int64[count]` on the device."""
-        return self.move.blocks.to(torch.int64)
+        """The listed pages as torch wants them: `int64[count]` on the device, to be used on any stream."""
+        index = self.move.blocks.to(torch.int64)
+        self.finish()
+        return index
 
-    def wipe(self) -> None:
-        """Forget what the KV cache holds."""
+    def differ(self) -> None:
+        """Give the KV cache random bytes, other than the pool's."""
+        source = torch.Generator().manual_seed(1)
         for storage in self.storages:
-            storage.zero_()
+            storage.copy_(torch.randint(0, 256, storage.shape, dtype=torch.uint8, generator=source))
         self.finish()
 
     def finish(self) -> None:
@@ -166,8 +169,8 @@ class DeviceRig:
         self.device.compute().record(event)
         self.wait(event)
 
-    def loaded_exactly(self) -> bool:
-        """Whether every listed page of every layer holds the pool's bytes."""
+    def is_exact(self) -> bool:
+        """Whether every listed page of every layer holds the same bytes in the KV cache and in the pool."""
         index = self.index()
         return all(
             torch.equal(self.rows(layer)[index].cpu().view(-1), self.host(layer).view(torch.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -24,13 +25,10 @@ def lmcache_transfer(rig: DeviceRig, direction: str) -> Callable[[], None]:
     Raises:
         NotThereError: neither can be imported.
     """
+    module = "lmcache.cuda_ops" if rig.device.kind == "cuda" else "lmcache.v1.platform.torch_ops.mem_kernels"
     try:
-        from lmcache.lmcache_native import EngineKVFormat, TransferDirection
-
-        if rig.device.kind == "cuda":
-            from lmcache.cuda_ops import multi_layer_kv_transfer
-        else:
-            from lmcache.v1.platform.torch_ops.mem_kernels import multi_layer_kv_transfer
+        native = importlib.import_module("lmcache.lmcache_native")
+        move = importlib.import_module(module).multi_layer_kv_transfer
     except ImportError as error:
         raise NotThereError(f"LMCache's operations cannot be imported: {error}") from error
     hidden = rig.page_bytes // PAGE_TOKENS // 2
@@ -45,12 +43,11 @@ def lmcache_transfer(rig: DeviceRig, direction: str) -> Callable[[], None]:
     if rig.device.kind == "cuda":
         host = host.pin_memory()
         pointers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64, device=place)
-    way = TransferDirection.H2D if direction == "load" else TransferDirection.D2H
-    tokens = layers[0].shape[0]
+    way = native.TransferDirection.H2D if direction == "load" else native.TransferDirection.D2H
+    form, tokens = native.EngineKVFormat.NL_X_NB_BS_HS, layers[0].shape[0]
+    rig.finish()
 
     def transfer() -> None:
-        multi_layer_kv_transfer(
-            host, pointers, slots, place, tokens, way, EngineKVFormat.NL_X_NB_BS_HS, block_size=PAGE_TOKENS
-        )
+        move(host, pointers, slots, place, tokens, way, form, block_size=PAGE_TOKENS)
 
     return transfer

@@ -23,11 +23,10 @@ def kv_tensors(blocks: int) -> dict[str, torch.Tensor]:
     return dict(zip(LAYER_NAMES, cache.unbind(), strict=True))
 
 
-def make_engine(blocks: int, *, host_gib: float) -> StreamEngine:
+def make_engine(blocks: int, *, host_gib: float, transfer_path: str) -> StreamEngine:
     """An engine over `kv_tensors(blocks)`."""
-    return build_engine(
-        kv_tensors(blocks), num_blocks=blocks, block_tokens=BLOCK_TOKENS, config=StreamConfig(host_gib=host_gib)
-    )
+    config = StreamConfig.from_extra({"host_gib": host_gib, "transfer_path": transfer_path})
+    return build_engine(kv_tensors(blocks), num_blocks=blocks, block_tokens=BLOCK_TOKENS, config=config)
 
 
 def run_step(engine: StreamEngine, kind: JobKind | None = None, blocks: Sequence[int] = (), *, step: int = 1) -> None:

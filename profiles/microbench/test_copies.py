@@ -21,7 +21,7 @@ ROUNDS = 50
 
 @pytest.fixture
 def engine() -> Iterator[StreamEngine]:
-    engine = make_engine(BLOCKS, host_gib=0.5)
+    engine = make_engine(BLOCKS, host_gib=0.5, transfer_path="staged")
     yield engine
     assert engine.close(10.0)
 

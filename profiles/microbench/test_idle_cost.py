@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from layerstream.assembly import kv_geometry, storage_bytes
+from layerstream.backends import open_device, open_path
 from layerstream.engine import StreamEngine
 from layerstream.host_pool import HostPool
 from layerstream.jobs import JobKind
-from layerstream.kernels import reference
-from layerstream.pipeline.staged import StagedPath
+from layerstream.pipeline.choice import PathChoice
+from layerstream.pipeline.paged_cache import PagedCache
 from layerstream.streams.cpu import CpuDevice
 from profiles.microbench.counting import CountingDevice
 from profiles.microbench.results import Results, Row, Target
@@ -36,16 +38,16 @@ def counted() -> Iterator[tuple[StreamEngine, CountingDevice]]:
     device = CountingDevice(CpuDevice())
     geometry = kv_geometry(tensors, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS)
     pool = HostPool(page_bytes=[layer.page_bytes for layer in geometry.layers], chunk_blocks=2, budget_bytes=64 << 20)
-    path = StagedPath(
+    path = open_path(
+        "staged",
         device=device,
-        geometry=geometry,
-        storages=[storage_bytes(tensor) for tensor in tensors.values()],
+        cache=PagedCache(geometry, [storage_bytes(tensor) for tensor in tensors.values()]),
         pool=pool,
-        gather=reference.gather_pages,
-        scatter=reference.scatter_pages,
+        kernels=open_device(torch.device("cpu"))[2],
         staging_bytes=64 << 20,
     )
-    engine = StreamEngine(device=device, geometry=geometry, pool=pool, path=path)
+    paths = PathChoice(loads=[(0, path)], save=path)
+    engine = StreamEngine(device=device, geometry=geometry, pool=pool, paths=paths, layers_per_gate=1)
     yield engine, device
     assert engine.close(10.0)
 
@@ -92,7 +94,6 @@ def test_full_decode_graphs_are_kept(results: Results) -> None:
 
 def _worker_connector() -> Any:
     """The connector as a worker holds it, over real KV tensors."""
-    import torch
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

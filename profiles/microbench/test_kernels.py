@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_kernels_against_a_copy_and_torch(rig: DeviceRig, results: Results, kern
         (f"kernels: {kernel}, {size} / memcpy", ours, on_gpu(Target(relation=">=", value=0.90))),
         (f"kernels: torch indexing as {kernel}, {size} / memcpy", torchs, None),
     ):
-        pairs = list(alternate(lambda: rig.timed(copy), lambda queue=queue: rig.timed(queue), PAIRS))
+        pairs = list(alternate(partial(rig.timed, copy), partial(rig.timed, queue), PAIRS))
         results.add(Row.of_pairs(name, pairs, target=target, note=facts(rig, rig.layer_bytes, pairs)))
 
 

@@ -70,7 +70,7 @@ def test_submission_of_a_whole_load_as_one_graph(rig: DeviceRig, results: Result
         graph.submit(rig.move, table, after=after, begun=begun, done=done)
         samples.append(time.perf_counter() - started)
         rig.wait(done)
-    assert rig.loaded_exactly()
+    assert rig.is_exact()
     results.add(
         Row(
             name=name,

@@ -12,6 +12,6 @@ SMALL, LARGE, SAVE = (SimpleNamespace(name=name) for name in ("small", "large", 
 
 @pytest.mark.parametrize(("blocks", "path"), [(1, SMALL), (63, SMALL), (64, LARGE), (10**6, LARGE)])
 def test_a_load_takes_the_path_of_its_size(blocks: int, path: Any) -> None:
-    choice = PathChoice(loads=[(0, SMALL), (64, LARGE)], save=SAVE)  # type: ignore[list-item,arg-type]
+    choice = PathChoice(loads=[(0, SMALL), (64, LARGE)], save=SAVE)
     assert choice.load(blocks) is path
     assert choice.save is SAVE

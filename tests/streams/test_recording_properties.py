@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Literal, TypeAlias
 
@@ -13,7 +13,7 @@ from layerstream.streams.base import Event, Stream
 from layerstream.streams.recording import RecordingDevice
 from layerstream.streams.virtual import VirtualDevice
 
-STREAMS, EVENTS, BYTES = 3, 3, 24
+STREAMS, EVENTS, BYTES = 3, 8, 24
 HOST = STREAMS
 
 Bytes: TypeAlias = tuple[int, int]
@@ -36,8 +36,10 @@ spans = st.lists(
 ).map(tuple)
 calls = st.one_of(
     st.builds(Call, kind=st.just("access"), stream=st.integers(0, HOST), reads=spans, writes=spans),
-    st.builds(Call, kind=st.sampled_from(["record", "wait"]), stream=st.integers(0, STREAMS - 1), event=st.integers(0, 2)),
-    st.builds(Call, kind=st.just("done"), event=st.integers(0, EVENTS - 1)),
+    st.builds(
+        Call, kind=st.sampled_from(["record", "wait"]), stream=st.integers(0, STREAMS - 1), event=st.integers(0, 2)
+    ),
+    st.builds(Call, kind=st.just("done"), event=st.integers(0, 2)),
 )
 
 
@@ -114,8 +116,7 @@ def races_there(program: list[Call]) -> set[tuple[int, int]]:
     return {
         (i, j)
         for i, j in combinations(range(len(program)), 2)
-        if i not in before[j]
-        and (touched[i][1] & (touched[j][0] | touched[j][1]) or touched[i][0] & touched[j][1])
+        if i not in before[j] and (touched[i][1] & (touched[j][0] | touched[j][1]) or touched[i][0] & touched[j][1])
     }
 
 
@@ -140,7 +141,7 @@ def ordered_programs(draw: st.DrawFn) -> list[Call]:
     for _ in range(draw(st.integers(2, 8))):
         call = draw(st.builds(Call, kind=st.just("access"), stream=st.integers(0, HOST), reads=spans, writes=spans))
         for earlier, event in held:
-            if races_there([Call("access", 0, 0, earlier.reads, earlier.writes), Call("access", 1, 0, call.reads, call.writes)]):
+            if races_there([replace(earlier, stream=0), replace(call, stream=1)]):
                 if earlier.stream != HOST and call.stream == HOST:
                     program.append(Call("done", event=event))
                 elif earlier.stream not in {HOST, call.stream}:
@@ -150,3 +151,16 @@ def ordered_programs(draw: st.DrawFn) -> list[Call]:
             program.append(Call("record", call.stream, len(held)))
         held.append((call, len(held)))
     return program
+
+
+@given(ordered_programs())
+def test_a_well_ordered_program_has_no_races(program: list[Call]) -> None:
+    assert not check(program)
+
+
+@given(ordered_programs(), st.data())
+def test_an_edge_taken_away_is_missed_if_it_was_needed(program: list[Call], data: st.DataObject) -> None:
+    edges = [number for number, call in enumerate(program) if call.kind in {"wait", "done"}]
+    assume(edges)
+    del program[data.draw(st.sampled_from(edges))]
+    check(program)

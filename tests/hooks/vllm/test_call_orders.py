@@ -156,10 +156,10 @@ def test_loads_are_gated_layer_by_layer_exactly_where_hooks_run(
     asked: list[bool] = []
     start_loads = engine.start_loads
 
-    def spy(*, layerwise: bool) -> None:
+    def spy(*, layerwise: bool, in_graph: bool = False) -> None:
         if engine._gated is not None:
             asked.append(layerwise)
-        start_loads(layerwise=layerwise)
+        start_loads(layerwise=layerwise, in_graph=in_graph)
 
     monkeypatch.setattr(engine, "start_loads", spy)
     rig.mode = mode
