@@ -61,6 +61,22 @@ class Served:
     """What moved, all of it ended; for a warm serving the load alone."""
 
 
+class _CapturedWaits:
+    """Hooks of a forward that is captured whole: they run in the capture alone, to add waits where those are on."""
+
+    def __init__(self, streamer: StreamEngine, names: Sequence[str]) -> None:
+        self._gates = streamer.in_graph
+        self._index = {name: index for index, name in enumerate(names)}
+
+    def before(self, name: str) -> None:
+        """Add the layer's wait to the graph."""
+        if self._gates is not None:
+            self._gates.capture_wait(self._index[name])
+
+    def after(self, name: str) -> None:
+        """Nothing: layers that no hook saved are saved when the step ends."""
+
+
 class MiniEngine:
     """Serves prompts with `model` over a paged KV cache that LayerStream saves and restores. Close it."""
 
@@ -72,7 +88,7 @@ class MiniEngine:
         block_tokens: int = 16,
         step_tokens: int = 512,
         batch: int = 8,
-        graphs: bool = False,
+        graphs: str = "none",
         options: dict[str, object] | None = None,
     ) -> None:
         """
@@ -82,7 +98,8 @@ class MiniEngine:
             block_tokens: tokens in a block.
             step_tokens: most tokens a step runs.
             batch: most sequences a decode step runs.
-            graphs: capture CUDA graphs; on a CPU the same code runs without them.
+            graphs: CUDA graphs: "none", "pieces" around the layers' hooks, or one of the "whole" forward, which waits for
+                whole loads unless LayerStream's `in_graph_waits` is on. On a CPU the same code runs without graphs.
             options: LayerStream's (`layerstream.config.StreamConfig`).
         """
         self.model, self.block_tokens, self.step_tokens = model, block_tokens, step_tokens
@@ -102,16 +119,23 @@ class MiniEngine:
         )
         names = [f"layers.{i}" for i in range(shape.layers)]
         self.gate = LayerGate(self.streamer, names)
-        self.hooks = attach(model, self.gate, {f"{name}.attention": name for name in names})
+        api = None if graphs == "none" else graph_api_for(self.device)
+        self._whole = graphs == "whole" and api is not None
+        self.hooks = attach(
+            model,
+            _CapturedWaits(self.streamer, names) if self._whole else self.gate,
+            {f"{name}.attention": name for name in names},
+        )
         sizes = [1 << power for power in range(step_tokens.bit_length()) if 1 << power < step_tokens]
         self.module = PiecewiseModule(
             model,
             buckets=[*sizes, step_tokens, batch],
             pad=dict.fromkeys(PER_TOKEN, 0),
             fixed=lambda: {"the KV cache": self.caches},
-            graph_api=graph_api_for(self.device) if graphs else None,
+            graph_api=api,
+            whole=self._whole,
         )
-        self._graphs = graphs
+        self._graphs = api is not None
         self._free = list(range(num_blocks - 1, 0, -1))
         self._pool_pages = 0
         self._steps = self._jobs = 0
@@ -189,7 +213,7 @@ class MiniEngine:
         plan = StepPlan(step=self._steps, jobs=tuple(jobs)) if jobs else None
         self.streamer.begin_step(plan)
         if load is not None:
-            self.streamer.start_loads(layerwise=True)
+            self.streamer.start_loads(layerwise=not self._whole, in_graph=self._whole)
         hidden = self.module(**tensors)
         self.streamer.end_step()
         logits: torch.Tensor = self.model.logits(hidden[rows])
@@ -389,7 +413,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of a local hit and a warm serving")
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--options", default="{}", help="further LayerStream options, as JSON")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs; GPUs only")
+    parser.add_argument(
+        "--graphs", choices=("none", "pieces", "whole"), default="pieces", help="CUDA graphs; GPUs only"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     return parser

@@ -17,6 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels that take K and V whose heads are repeated by a stride of 0. Flash attention is a CPU's; a GPU's takes no
+mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +203,9 @@ class MiniLlama(nn.Module):
         """
         x = self.embed_tokens(tokens)
         context = self._context(positions, slots, sequences, tables, x.dtype)
-        for layer in self.layers:
-            x = layer(x, context)
+        with sdpa_kernel(ATTENTION):
+            for layer in self.layers:
+                x = layer(x, context)
         return x
 
     def _context(

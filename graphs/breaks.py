@@ -40,6 +40,15 @@ class Pieces(Muted):
         self.parts.append(self._graph.replay)
 
 
+class Whole(Pieces):
+    """A capture in one graph: a hook runs once, in the capture, and what it queues becomes part of the graph."""
+
+    def reach(self, call: Callable[[], None]) -> None:
+        """Run a hook as part of the graph."""
+        call()
+        self.breaks += 1
+
+
 _running: ContextVar[Muted | None] = ContextVar("layerstream_piecewise", default=None)
 
 
@@ -47,7 +56,8 @@ def run_eagerly(call: Callable[[], None]) -> None:
     """Run `call` here in every forward, captured or not: the way a hook must be called inside a module.
 
     While a `PiecewiseModule` captures, `call` is not run: it becomes a break between two graphs, and runs in each
-    replay. It sees the stream that the replay is queued on as the current one.
+    replay. It sees the stream that the replay is queued on as the current one. (In a capture of one whole graph, it runs
+    then and there, and in no replay.)
     """
     if (running := _running.get()) is None:
         call()

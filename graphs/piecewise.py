@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from layerstream.errors import ConfigError
-from layerstream.graphs.breaks import Muted, Pieces, run_into
+from layerstream.graphs.breaks import Muted, Pieces, Whole, run_into
 from layerstream.graphs.capture import GraphError
 from layerstream.graphs.places import Fixtures
 
@@ -52,6 +52,7 @@ class PiecewiseModule:
         graph_api: GraphApi | None = None,
         warm_ups: int = 2,
         clone_outputs: bool = False,
+        whole: bool = False,
     ) -> None:
         """
         Args:
@@ -64,6 +65,8 @@ class PiecewiseModule:
             graph_api: captures; None runs without graphs (`layerstream.graphs.capture.graph_api_for`).
             warm_ups: runs before a capture, for kernels that are compiled or tuned on their first.
             clone_outputs: copy outputs out of the graphs' memory; without it they are valid until the next call.
+            whole: capture one graph instead of pieces. A hook runs once, in the capture, to put a wait into the graph
+                (`layerstream.graphs.in_graph`), and in no replay; there may be none.
 
         Raises:
             ConfigError: no bucket, or one below 1.
@@ -77,6 +80,7 @@ class PiecewiseModule:
         self._api = graph_api
         self._warm_ups = warm_ups
         self._clone = clone_outputs
+        self._whole = whole
         self._captured: dict[Key, _Captured] = {}
         self._fixtures: Fixtures | None = None
 
@@ -98,7 +102,7 @@ class PiecewiseModule:
     def capture(self, **inputs: torch.Tensor) -> None:
         """Capture the bucket of inputs like these; only their shapes, dtypes and devices count.
 
-        The module runs on `pad` values alone, and no hook runs. On a GPU the first runs may block the host.
+        The module runs on `pad` values alone, and no hook runs but in a `whole` capture. On a GPU the first runs may block the host.
 
         Raises:
             ConfigError: inputs do not fit together.
@@ -124,13 +128,13 @@ class PiecewiseModule:
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
 
     def _warm_up(self, buffers: dict[str, torch.Tensor]) -> None:
-        if True:
+        with run_into(Muted()):
             for _ in range(self._warm_ups):
                 self._module(**buffers)
 
     def _record(self, captured: _Captured, api: GraphApi) -> None:
         try:
-            pieces = Pieces(api)
+            pieces = (Whole if self._whole else Pieces)(api)
             with run_into(pieces):
                 captured.outputs = self._module(**captured.buffers)
             pieces.end()
@@ -140,7 +144,7 @@ class PiecewiseModule:
                 f"{type(self._module).__name__} cannot be captured: {error}; its forward may not ask the device for "
                 "values, use other streams, or make tensors on the host"
             ) from error
-        if not pieces.breaks:
+        if not pieces.breaks and not self._whole:
             raise GraphError(
                 f"{type(self._module).__name__} reached no hook while it was captured; attach hooks first "
                 "(layerstream.hooks.torch_module.attach)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layerstream.errors import ConfigError
 from layerstream.graphs.breaks import run_eagerly
@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from layerstream.hooks.layer_gate import LayerGate
+
+class Gate(Protocol):
+    """What a layer passes: `layerstream.hooks.layer_gate.LayerGate` is one."""
+
+    def before(self, name: str) -> None:
+        """The layer is about to read its KV."""
+
+    def after(self, name: str) -> None:
+        """The layer's KV writes of this step are queued."""
 
 
 class Attachment:
@@ -28,7 +36,7 @@ class Attachment:
             self._handles.pop().remove()
 
 
-def attach(module: torch.nn.Module, gate: LayerGate, layers: Mapping[str, str]) -> Attachment:
+def attach(module: torch.nn.Module, gate: Gate, layers: Mapping[str, str]) -> Attachment:
     """Have submodules of `module` pass `gate`.
 
     `gate.before` comes before a submodule's forward, so that it may read the layer's paged KV, and `gate.after` once
@@ -40,7 +48,7 @@ def attach(module: torch.nn.Module, gate: LayerGate, layers: Mapping[str, str]) 
 
     Args:
         module: the model.
-        gate: of the engine that streams the model's KV.
+        gate: of the engine that streams the model's KV (`layerstream.hooks.layer_gate.LayerGate`).
         layers: name of the submodule, as `module.named_modules()` has it, to the layer's name in `gate`.
 
     Raises:

@@ -239,7 +239,6 @@ class HostPool:
         self._touch.stop()
         del self._spans[registrations.segments :]
         del self._segments[registrations.segments :]
-        self._gave_up = True
         logger.warning(
             "Cannot pin more of the host pool (%s): %.2f GiB are used instead of %.2f GiB, and the rest is given back. "
             "Lower host_gib or give the container IPC_LOCK.",
@@ -247,3 +246,4 @@ class HostPool:
             registrations.segments * self._layout.nbytes / 2**30,
             self.nbytes / 2**30,
         )
+        self._gave_up = True

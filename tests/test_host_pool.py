@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from layerstream import first_touch, registrations
 from layerstream.errors import PoolError
-from layerstream.first_touch import TOUCH_BYTES
+from layerstream.first_touch import LOWEST_PRIORITY, TOUCH_BYTES
 from layerstream.host_pool import HostPool, Pinner
 from layerstream.registrations import PIN_BYTES
 from layerstream.segment_layout import ALIGNMENT
@@ -438,18 +438,21 @@ def test_memory_stays_mapped_under_a_registration_that_does_not_return(
     assert pin.registered == {}
 
 
-def test_memory_is_touched_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[int, ...]] = set()
+def test_memory_is_touched_near_the_device_and_the_rest_of_it_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[set[int], int]] = []
 
     def look(_: object, *, in_use: bool) -> bool:
-        seen.add(tuple(os.sched_getaffinity(0)))
+        seen.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         return True
 
     monkeypatch.setattr(first_touch, "populate", look)
     core = max(os.sched_getaffinity(0))
     pool = HostPool(page_bytes=PAGES, chunk_blocks=4, budget_bytes=4 * MIB, segment_bytes=MIB, cores=[core])
     until(lambda: not own_threads())
-    assert seen == {(core,)}
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [({core}, mine), *[({core}, LOWEST_PRIORITY)] * 3]
     pool.close()
 
 

@@ -100,13 +100,26 @@ def bench(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="Two recorded runs of `make bench`.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the transfer paths of this machine's device.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Device to calibrate: cpu, cuda or cuda:N; the first GPU if there is one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the calibration's picture.")] = Path("out"),
 ) -> None:
-    """Compare two recorded benchmark runs, row by row.
+    """Compare two recorded benchmark runs, row by row, or calibrate the transfer paths.
 
     Exit status 1 if a row met its target in A and misses it in B.
     """
-    from layerstream.cli.bench import run_compare
+    if calibrate == (compare is not None):
+        raise ConfigError(
+            "bench: say one thing to do: --compare A.json B.json (`make bench` makes such files), or --calibrate"
+        )
+    if compare is not None:
+        from layerstream.cli.bench import run_compare
 
-    if compare is None:
-        raise ConfigError("bench: say what to do: --compare A.json B.json; `make bench` makes such files")
-    raise typer.Exit(run_compare(*compare))
+        raise typer.Exit(run_compare(*compare))
+    from layerstream.cli.calibrate import run_calibration
+
+    raise typer.Exit(run_calibration(out=out, device=device))

@@ -6,13 +6,13 @@ to `engine.log` in the output folder.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import json
 from rich.console import Console
 from rich.markup import escape
 

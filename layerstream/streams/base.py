@@ -100,8 +100,9 @@ class Device(Protocol):
     def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
         """Keep what `queue()` queues on `stream`, instead of queueing it.
 
-        `queue` may use no other stream, and makes no memory, no table and no new kernel: on a GPU each would end the
-        capture. What the captured work reads and writes must stay in place as long as the graph is replayed.
+        `queue` may use no other stream, and makes no memory, no table, no event for graphs and no new kernel: on a GPU
+        each would end the capture. What the captured work reads and writes must stay in place as long as the graph is
+        replayed.
 
         Raises:
             TransferError: something in `queue` cannot be captured; nothing is being captured any more.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Costs:
     """What work costs: seconds, and bytes a second.
 
-    The defaults are round numbers of the order that a data-centre GPU on PCIe 5 shows. They are for comparing plans;
-    for a machine's own numbers, measure it.
+    The defaults are assumptions for comparing plans, round numbers of the order that a data-centre GPU should show:
+    PCIe 5.0 x16 (63 GB/s each way before protocol), HBM3, launches from Python. For a machine's own numbers, measure it.
     """
 
     copy_bytes_per_s: float = 50e9

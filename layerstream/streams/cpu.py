@@ -53,6 +53,8 @@ class CpuDevice:
 
     def event(self, *, in_graph: bool = False) -> Event:
         """See `Device.event`."""
+        if in_graph:
+            self._capture.refuse("an event for graphs made")
         return CpuEvent(in_graph=in_graph)
 
     def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:

@@ -85,9 +85,21 @@ class CudaDevice:
         return CudaStream(name, raw, self)
 
     def event(self, *, in_graph: bool = False) -> Event:
-        """See `Device.event`. A captured wait for an `external` event becomes a node of the graph."""
-        raw = self.api.Event(external=True) if in_graph else self.api.Event(enable_timing=True)
-        return CudaEvent(raw, in_graph=in_graph)
+        """See `Device.event`. A captured wait for an `external` event becomes a node of the graph.
+
+        Raises:
+            TransferError: an event for graphs is asked for while the current stream is captured.
+        """
+        if not in_graph:
+            return CudaEvent(self.api.Event(enable_timing=True), in_graph=False)
+        self.capturing.refuse("an event for graphs made")
+        if self.api.is_current_stream_capturing():
+            raise TransferError("an event for graphs made while the current stream is captured; make it before")
+        raw = self.api.Event(external=True)
+        # torch makes the CUDA event when it is first recorded; a wait captured before that would leave no node behind
+        # (ATen/cuda/CUDAEvent.h, `block`).
+        raw.record(self.api.current_stream(self._device))
+        return CudaEvent(raw, in_graph=True)
 
     def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
         """See `Device.capture`. Other threads may go on using CUDA meanwhile.

@@ -270,4 +270,4 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
-    return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[1:])}:{frame.f_lineno}"
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno}"

@@ -63,6 +63,11 @@ class RecordingStream:
         self.host_version = 0
         self._device = device
 
+    @property
+    def raw(self) -> Any:
+        """The framework's stream beneath, where the wrapped stream has one."""
+        return cast(Any, self.inner).raw
+
     def record(self, event: Event) -> None:
         """See `Stream.record`."""
         recording = cast(RecordingEvent, event)

@@ -79,6 +79,8 @@ class VirtualDevice:
 
     def event(self, *, in_graph: bool = False) -> Event:
         """See `Device.event`."""
+        if in_graph:
+            self._capture.refuse("an event for graphs made")
         return VirtualEvent(in_graph=in_graph)
 
     def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:

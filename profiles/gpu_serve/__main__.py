@@ -7,6 +7,7 @@ verdicts in the table and never changes the status.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{datetime.now(UTC):%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
+    # Ended by a signal, it still ends the engine, which is in a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     out.mkdir(parents=True, exist_ok=True)
     results = Results(
         started=datetime.now(UTC),

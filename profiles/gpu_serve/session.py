@@ -45,6 +45,7 @@ class Session:
         for tokens in self.spec.lengths:
             self._part("cold", "", tokens, self.cold)
             if self.spec.connector is None:
+                self._part("hit", WHOLE, tokens, self.own_hits)
                 continue
             for case in CASES:
                 self._part("hit", case, tokens, lambda tokens, case=case: self.hits(case, tokens))  # type: ignore[misc]
@@ -119,6 +120,14 @@ class Session:
             self._add("own", case, tokens, number, own.seconds, cached_tokens=own.cached_tokens)
             if moved.get("load_blocks"):
                 self._add("moved", case, tokens, number, moved["load_seconds"], **moved)
+
+    def own_hits(self, tokens: int) -> None:
+        """Hits in vLLM's own cache of the prompt that engines with a connector hit too."""
+        prompt = self.prompt("hit", WHOLE, tokens, tokens=tokens)
+        self.engine.serve(prompt)
+        for number in range(self.spec.rounds):
+            own = self._own_hit(prompt, (tokens - 1) // self._block * self._block)
+            self._add("own", WHOLE, tokens, number, own.seconds, cached_tokens=own.cached_tokens)
 
     def exact(self, case: Case, tokens: int) -> None:
         """Whether logprobs of a loaded prefix equal those of the computed one, and whether they would tell."""

@@ -20,7 +20,8 @@ YES = Target(relation="=", value=1)
 
 WORDS: dict[Case, str] = {WHOLE: "a hit", LAST: "a hit with one token left", HALF: "a hit of half the prompt"}
 NOT_RUN = "not run: "
-IN_TURN = "the engines ran one after another, and a pair is one prompt on both"
+ENGINES = {PLAIN: "an engine without connector", OFFLOADING: "OffloadingConnector's", LAYERSTREAM: "LayerStream's"}
+"""What two engines are compared by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,10 @@ class Table:
             if self.in_graph is not None:
                 rows += [self._hit(IN_GRAPH, LAST, tokens), self._exact(IN_GRAPH, LAST, tokens)]
                 rows.append(self._in_graph_gain(tokens))
-            rows += [*self._times(tokens), self._drift(tokens)]
+            rows += [
+                *self._times(tokens),
+                *(self._control(LAYERSTREAM, other, tokens) for other in (PLAIN, OFFLOADING)),
+            ]
         return rows
 
     def _name(self, system: str, tokens: int, what: str) -> str:
@@ -86,7 +90,8 @@ class Table:
         if not row.samples:
             row.failure = row.failure or NOT_RUN + (reason or "it was not observed")
         elif len(row.samples) < planned:
-            row.note += f"; {len(row.samples)} of {planned} samples{f', as {reason}' if reason else ''}"
+            count = f"{len(row.samples)} of {planned} samples{f', as {reason}' if reason else ''}"
+            row.note = "; ".join(filter(None, (row.note, count)))
         return row
 
     def _pairs(
@@ -114,14 +119,15 @@ class Table:
         ours, plain = (self._select(system, "decode", "", tokens) for system in (LAYERSTREAM, PLAIN))
         row = self._pairs(self._name("", 0, "decode time per token, connector / none"), DECODE, ours, plain)
         if row.note:
-            row.note += f"; after a new prompt of {tokens} tokens, blocks that fill are saved; {IN_TURN}"
+            row.note += f"; after a new prompt of {tokens} tokens, blocks that fill are saved; "
+            row.note += self._in_turn(LAYERSTREAM, PLAIN, self.lengths[0])
         return self._judged(row, [LAYERSTREAM, PLAIN], "decode", "", tokens)
 
     def _cold(self, tokens: int) -> Row:
         ours, plain = (self._select(system, "cold", "", tokens) for system in (LAYERSTREAM, PLAIN))
         row = self._pairs(self._name("", tokens, "cold TTFT, saving / no connector"), COLD, ours, plain)
         if row.note:
-            row.note += f"; {IN_TURN}"
+            row.note += f"; {self._in_turn(LAYERSTREAM, PLAIN, tokens)}"
         return self._judged(row, [LAYERSTREAM, PLAIN], "cold", "", tokens)
 
     def _hit(self, system: str, case: Case, tokens: int) -> Row:
@@ -132,30 +138,42 @@ class Table:
         return self._judged(row, [system], "hit", case, tokens)
 
     def _overlap(self, case: Case, tokens: int) -> Row:
-        """The target holds where the compute is long enough to hide the load."""
+        """The target holds where the compute takes as long as the load."""
         row = Row(name=self._name(LAYERSTREAM, tokens, f"overlap ratio of {WORDS[case]}"))
         moved = self._select(LAYERSTREAM, "moved", case, tokens)
-        gated = [seen for seen in moved.values() if seen.detail["gated_load_seconds"] > 0]
-        own = self._select(LAYERSTREAM, "own", case, tokens)
-        row.samples = [
-            max(0.0, 1.0 - seen.detail["stall_seconds"] / seen.detail["gated_load_seconds"]) for seen in gated
-        ]
+        gated = [seen.detail for seen in moved.values() if seen.detail["gated_load_seconds"] > 0]
+        row.samples = [max(0.0, 1.0 - seen["stall_seconds"] / seen["gated_load_seconds"]) for seen in gated]
         if gated:
-            load = median(seen.detail["load_seconds"] for seen in gated)
-            stall = median(seen.detail["stall_seconds"] for seen in gated)
-            nbytes = median(seen.detail["load_bytes"] for seen in gated)
+            load, stall, nbytes = (
+                median(seen[name] for seen in gated) for name in ("load_seconds", "stall_seconds", "load_bytes")
+            )
             row.note = (
                 f"exposed stall {stall * 1e3:.2f} ms of a load of {load * 1e3:.2f} ms, {nbytes / 1e6:.1f} MB at "
                 f"{nbytes / load / 1e9:.2f} GB/s (medians, from the connector's reports)"
             )
-            compute = median(seen.value for seen in own.values()) if own else 0.0
-            if compute >= load:
-                row.target = OVERLAP
+            compute = self._compute_seconds(case, tokens)
+            if compute is None:
+                row.note += "; no target, as it is unknown how long the compute takes"
+            elif compute < load:
+                row.note += f"; no target, as about {compute * 1e3:.2f} ms of compute are too short to hide it"
             else:
-                row.note += f"; no target, as vLLM's own hit takes {compute * 1e3:.2f} ms, too short to hide it"
+                row.target = OVERLAP
         elif moved:
             row.failure = f"{NOT_RUN}the step waited for its whole load, not layer by layer"
         return self._judged(row, [LAYERSTREAM], "hit", case, tokens)
+
+    def _compute_seconds(self, case: Case, tokens: int) -> float | None:
+        """About how long the device computes in a hit.
+
+        A time to first token holds more than that: what it holds with one token left, less a step of decoding, which
+        computes as much, is taken off.
+        """
+        own, last = (self._select(LAYERSTREAM, "own", each, tokens) for each in (case, LAST))
+        step = self._select(LAYERSTREAM, "decode", "", self.decode_prompt)
+        if not (own and last and step):
+            return None
+        of_own, of_last, of_step = (median(seen.value for seen in each.values()) for each in (own, last, step))
+        return of_own - of_last + of_step
 
     def _peer(self, case: Case, tokens: int) -> Row:
         ours, theirs = (self._select(system, "hit", case, tokens) for system in (LAYERSTREAM, OFFLOADING))
@@ -164,7 +182,9 @@ class Table:
         )
         if row.note:
             counts = [side[min(side)].detail["cached_tokens"] for side in (ours, theirs)]
-            row.note += f"; {counts[0]} against {counts[1]} tokens hit; {IN_TURN}"
+            row.note += (
+                f"; {counts[0]} against {counts[1]} tokens hit; {self._in_turn(LAYERSTREAM, OFFLOADING, tokens)}"
+            )
         return self._judged(row, [LAYERSTREAM, OFFLOADING], "hit", case, tokens)
 
     def _exact(self, system: str, case: Case, tokens: int) -> Row:
@@ -186,7 +206,7 @@ class Table:
         name = self._name(IN_GRAPH, tokens, f"TTFT of {WORDS[LAST]} / without such waits")
         row = self._pairs(name, PEER, waits, whole)
         if row.note:
-            row.note += f"; {IN_TURN}"
+            row.note += f"; {self._in_turn(IN_GRAPH, LAYERSTREAM, tokens)}"
         return self._judged(row, [IN_GRAPH, LAYERSTREAM], "hit", LAST, tokens)
 
     def _times(self, tokens: int) -> list[Row]:
@@ -204,9 +224,15 @@ class Table:
             rows.append(self._judged(row, [system], "cold" if kind == "cold" else "hit", case, tokens))
         return rows
 
-    def _drift(self, tokens: int) -> Row:
-        """vLLM's own hit in one engine against another: what ratios between engines contain beside the connectors."""
-        ours, theirs = (self._select(system, "own", WHOLE, tokens) for system in (LAYERSTREAM, OFFLOADING))
-        name = self._name("", tokens, "control: vLLM's own hit, LayerStream's engine / OffloadingConnector's")
-        row = self._pairs(name, None, ours, theirs)
-        return self._judged(row, [LAYERSTREAM, OFFLOADING], "hit", WHOLE, tokens)
+    def _control(self, first: str, second: str, tokens: int) -> Row:
+        """vLLM's own hit in one engine against another: what their ratios contain beside the connectors."""
+        ours, theirs = (self._select(system, "own", WHOLE, tokens) for system in (first, second))
+        what = f"control: vLLM's own hit in {ENGINES[first]} engine / in {ENGINES[second]}"
+        row = self._pairs(self._name("", tokens, what), None, ours, theirs)
+        return self._judged(row, [first, second], "hit", WHOLE, tokens)
+
+    def _in_turn(self, first: str, second: str, tokens: int) -> str:
+        """How two engines were compared, and how far apart they were in what both do alike."""
+        own = (self._select(system, "own", WHOLE, tokens) for system in (first, second))
+        alike = self._pairs("", None, *own).measured()
+        return f"one engine after the other, a pair is one prompt on both; vLLM's own hits have the ratio {alike}"

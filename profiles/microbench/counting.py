@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from layerstream.streams.base import CopyBatch, Device, Event, Graph, Stream
@@ -71,7 +73,7 @@ class CountingDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._device.empty(nbytes)
 
-    def table(self, values: Sequence[int]) -> torch.Tensor:
+    def table(self, values: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
         self.counts["table"] += 1
         return self._device.table(values)
 

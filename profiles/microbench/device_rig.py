@@ -186,8 +186,9 @@ class DeviceRig:
 def facts(rig: DeviceRig, nbytes: int, pairs: list[tuple[float, float]]) -> str:
     """Rates of both sides of (roof, measured) pairs, for a row's note."""
     roof, ours = (float(np.median(side)) for side in zip(*pairs, strict=True))
+    memory = "" if rig.device.kind == "cpu" else ", host memory pinned" if rig.pool.pinned else ", host memory pageable"
     return (
-        f"{nbytes / 1e6:.0f} MB in {rig.count} scattered pages a layer; {nbytes / ours / 1e9:.2f} GB/s against "
+        f"{nbytes / 1e6:.0f} MB in {rig.count} scattered pages a layer{memory}; {nbytes / ours / 1e9:.2f} GB/s against "
         f"{nbytes / roof / 1e9:.2f} GB/s of plain copies in the same run (medians)"
     )
 

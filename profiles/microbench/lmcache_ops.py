@@ -23,7 +23,7 @@ def lmcache_transfer(rig: DeviceRig, direction: str) -> Callable[[], None]:
     A page is seen as 16 tokens of one hidden vector each (LMCache's format `NL_X_NB_BS_HS`).
 
     Raises:
-        NotThereError: neither can be imported.
+        NotThereError: it cannot be imported, or takes other arguments in this version.
     """
     module = "lmcache.cuda_ops" if rig.device.kind == "cuda" else "lmcache.v1.platform.torch_ops.mem_kernels"
     try:
@@ -50,4 +50,8 @@ def lmcache_transfer(rig: DeviceRig, direction: str) -> Callable[[], None]:
     def transfer() -> None:
         move(host, pointers, slots, place, tokens, way, form, block_size=PAGE_TOKENS)
 
+    try:
+        transfer()
+    except TypeError as error:
+        raise NotThereError(f"{module} of this version takes other arguments: {error}") from error
     return transfer

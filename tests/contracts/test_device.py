@@ -636,7 +636,12 @@ def test_a_graph_that_waits_for_what_was_never_recorded_is_not_replayed(rig: Rig
     _, b = two_streams(rig)
     ran: list[str] = []
     gate, own = rig.device.event(in_graph=True), rig.device.event(in_graph=True)
-    graph = waiting_graph(rig, b, gate, lambda: ran.append("b"))
+
+    def queue_wait() -> None:
+        b.launch(rig.kernel(ran.append), "before the wait")
+        b.wait(gate)
+
+    graph = rig.device.capture(b, queue_wait)
     with pytest.raises(TransferError, match="before it was recorded"):
         b.replay(graph)
     rig.finish(recorded(rig, b))
@@ -672,19 +677,21 @@ def test_an_event_for_graphs_serves_outside_them_and_has_no_timing(rig: Rig) -> 
 def test_what_cannot_be_captured_is_refused_and_ends_the_capture(rig: Rig) -> None:
     a, b = two_streams(rig)
     kept = rig.device.capture(a, lambda: a.launch(rig.kernel(time.sleep), 0))
-    ordinary = recorded(rig, b)
+    ordinary, external = recorded(rig, b), rig.device.event(in_graph=True)
     memory = rig.device.empty(8)
     copies = rows((memory[:4], memory[4:]))
     refused: list[tuple[str, Callable[[], object]]] = [
         ("another stream", lambda: b.launch(rig.kernel(time.sleep), 0)),
         ("another stream", lambda: b.copy(memory[:4], memory[4:])),
         ("another stream", lambda: b.copy_batch(copies)),
-        ("another stream", lambda: b.record(rig.device.event(in_graph=True))),
+        ("another stream", lambda: b.record(external)),
+        ("another stream", lambda: b.wait(external)),
         ("ordinary event", lambda: a.wait(ordinary)),
         ("ordinary event", lambda: a.record(rig.device.event())),
         ("replayed inside", lambda: a.replay(kept)),
         ("a table made", lambda: rig.device.table([1])),
         ("device memory made", lambda: rig.device.empty(8)),
+        ("an event for graphs made", lambda: rig.device.event(in_graph=True)),
         ("another capture", lambda: rig.device.capture(a, lambda: None)),
         ("both sides", lambda: a.copy(memory, memory[:4])),
         ("no bytes", lambda: a.copy_batch(copies._replace(nbytes=np.zeros(1, dtype=np.uint64)))),

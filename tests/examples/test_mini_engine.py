@@ -116,7 +116,7 @@ def test_pieces_that_are_replayed_give_the_same_bits(
 ) -> None:
     graphs = FakeGraphs()
     monkeypatch.setattr(mini, "graph_api_for", lambda _: graphs)
-    plain, replayed = make(), make(graphs=True)
+    plain, replayed = make(), make(graphs="pieces")
     for serve in ("serve_cold", "serve_local_hit", "serve_warm"):
         served = getattr(replayed, serve)(PROMPT)
         assert torch.equal(served.logits, getattr(plain, serve)(PROMPT).logits), serve
@@ -124,6 +124,19 @@ def test_pieces_that_are_replayed_give_the_same_bits(
     assert torch.equal(replayed.decode(7).logits, plain.decode(7).logits)
     # A piece for each layer's attention, and one between each two, in each of the shapes.
     assert len(graphs.pieces) % 9 == 0 and min(piece.replays for piece in graphs.pieces) > 0
+
+
+def test_one_graph_of_everything_waits_for_whole_loads_and_gives_the_same_bits(
+    mini: ModuleType, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = FakeGraphs()
+    monkeypatch.setattr(mini, "graph_api_for", lambda _: graphs)
+    plain, replayed = make(), make(graphs="whole")
+    for serve in ("serve_cold", "serve_local_hit", "serve_warm"):
+        served = getattr(replayed, serve)(PROMPT)
+        assert torch.equal(served.logits, getattr(plain, serve)(PROMPT).logits), serve
+    assert served.stats.load_blocks == 9
+    assert len(graphs.pieces) == 4
 
 
 def test_a_tail_of_several_steps_waits_in_its_first(make: Callable[..., Any]) -> None:

@@ -286,6 +286,22 @@ def test_captures_and_calls_mix_inference_mode_and_ordinary_mode(model: Model, g
         assert torch.equal(module(x=rows(8), scale=SCALE), wanted)
 
 
+def test_a_whole_capture_is_one_graph_with_what_its_hooks_queued(graphs: FakeGraphs) -> None:
+    model = hooked(Model())
+    module = piecewise(model, graphs, whole=True)
+    module.capture(x=rows(8), scale=SCALE)
+    assert len(graphs.pieces) == 1 and len(model.seen) == LAYERS
+    wanted, _ = expected(model, rows(5), 8)
+    # Set by the hooks before each layer, in the graph.
+    for cache in model.caches().values():
+        cache.fill_(100.0)
+    assert torch.equal(module(x=rows(5), scale=SCALE), wanted)
+    assert model.seen == []
+    bare = piecewise(Model(), graphs, whole=True)
+    bare.capture(x=rows(8), scale=SCALE)
+    assert bare(x=rows(5), scale=SCALE).shape == (5, WIDTH)
+
+
 class Several(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         run_eagerly(lambda: None)

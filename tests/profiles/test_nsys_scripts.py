@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -107,11 +108,25 @@ def test_the_server_is_recorded_exported_and_reported(tmp_path: Path) -> None:
 
 
 def test_requests_that_fail_end_the_recording(tmp_path: Path) -> None:
-    nsys = program(tmp_path / "nsys", "exec sleep 50")
-    python = program(tmp_path / "python", "exit 1")
+    nsys = program(tmp_path / "nsys", f"echo $$ >{tmp_path}/pid; exec sleep 50")
+    python = program(tmp_path / "python", f"until [ -s {tmp_path}/pid ]; do sleep 0.02; done; exit 1")
     done = run("nsys_serve.sh", "-o", str(tmp_path / "name"), "model", NSYS=str(nsys), PYTHON=str(python))
     assert done.returncode == 2
     assert f"the requests failed; the server's log is {tmp_path}/name.log" in done.stderr
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def ended(pid: int, hang_s: float = 20.0) -> bool:
+    """Whether a process of another parent ends in time; one that nobody has waited for yet has ended."""
+    stat_file, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + hang_s
+    while time.monotonic() < deadline:
+        try:
+            if stat_file.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 class Server(ThreadingHTTPServer):

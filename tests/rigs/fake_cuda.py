@@ -71,6 +71,8 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self._api.log.append(Entry("wait", self.number, event.number))
+        if not event.created:
+            return
         self.push(event.waited(self), external=event.external)
 
     def query(self) -> bool:
@@ -123,11 +125,14 @@ class FakeEvent:
         self.number = number
         self.point: _Point | None = None
         self.external = external
+        self.created = False
+        """torch makes the event when it is first recorded, also in a capture; a wait before that does nothing."""
         self._api = api
         self._timing = enable_timing
 
     def record(self, stream: FakeStream) -> None:
         self._api.log.append(Entry("record", stream.number, self.number))
+        self.created = True
 
         def at(stream: FakeStream) -> Operation:
             self.point = point = _Point()

@@ -86,6 +86,20 @@ def test_a_point_that_failed_long_ago_still_stops_who_waits(device: CpuDevice) -
         device.compute().wait(recorded(device, scatter))
 
 
+def test_a_failure_in_a_graph_reaches_whoever_waits(device: CpuDevice) -> None:
+    copy, scatter = device.stream("copy", priority=0), device.stream("scatter", priority=0)
+    ended = device.event(in_graph=True)
+
+    def queue() -> None:
+        copy.launch(fail)
+        copy.record(ended)
+
+    copy.replay(device.capture(copy, queue))
+    scatter.wait(ended)
+    with pytest.raises(TransferError, match=r"stream 'copy': bad bytes"):
+        device.compute().wait(recorded(device, scatter))
+
+
 def test_every_asker_gets_an_error_of_its_own(device: CpuDevice) -> None:
     stream = device.stream("copy", priority=0)
     stream.launch(fail)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -162,6 +163,87 @@ def test_closing_a_broken_context_is_not_a_success(api: FakeCuda, caplog: pytest
     api.broken = True
     assert device.close(1.0) is False
     assert "illegal memory access" in caplog.text
+
+
+# Graphs
+
+
+def test_only_the_capturing_thread_is_kept_from_using_cuda(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    stream = device.stream("a", priority=0)
+    before = api.current_stream()
+    device.capture(stream, lambda: stream.launch(api.kernel(lambda: None)))
+    assert api.capture_modes == ["thread_local"]
+    assert api.current_stream() is before and not api.is_current_stream_capturing()
+
+
+def test_what_cuda_refuses_to_capture_is_a_transfer_error(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    stream = device.stream("a", priority=0)
+    with pytest.raises(TransferError, match=r"'compute' could not be captured: .*non-default stream"):
+        device.capture(device.compute(), lambda: None)
+
+    def ask() -> None:
+        api.streams[1].query()
+
+    with pytest.raises(TransferError, match=r"'a' could not be captured: .*cudaStreamQuery") as caught:
+        device.capture(stream, ask)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert device.capturing.stream is None and api.graph is None
+
+
+def test_an_error_that_was_swallowed_still_ends_the_capture(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    stream = device.stream("a", priority=0)
+
+    def queue() -> None:
+        with pytest.raises(RuntimeError):
+            api.streams[1].query()
+
+    with pytest.raises(TransferError, match="previous error during capture"):
+        device.capture(stream, queue)
+
+
+def test_an_event_for_graphs_is_made_before_anything_captures_a_wait_for_it(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    stream = device.stream("a", priority=0)
+    gate = device.event(in_graph=True)
+    assert api.log == [Entry("record", 0, 1)]
+    with pytest.raises(TransferError, match="before it was recorded"):
+        gate.done()
+    graph = device.capture(stream, lambda: stream.wait(gate))
+    release = api.hold()
+    device.compute().record(gate)
+    stream.replay(graph)
+    end = recorded(device, stream)
+    api.run()
+    assert not end.done()
+    release()
+    api.run()
+    assert end.done()
+    foreign = api.CUDAGraph()
+    with api.stream(api.streams[1]):
+        foreign.capture_begin()
+        with pytest.raises(TransferError, match="current stream is captured"):
+            device.event(in_graph=True)
+        foreign.capture_end()
+    assert foreign.nodes == []
+
+
+@pytest.mark.parametrize("waits", ["launch", "live"])
+def test_the_fake_has_both_meanings_of_a_captured_wait(api: FakeCuda, waits: Literal["launch", "live"]) -> None:
+    api.graph_waits = waits
+    device = CudaDevice(0, api=api)
+    stream = device.stream("a", priority=0)
+    gate = device.event(in_graph=True)
+    graph = device.capture(stream, lambda: stream.wait(gate))
+    device.compute().record(gate)
+    stream.replay(graph)
+    end = recorded(device, stream)
+    api.hold()
+    device.compute().record(gate)
+    api.run()
+    assert end.done() is (waits == "launch"), "the second recording is never reached"
 
 
 # The fake stands in for these
