@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check bench gpu-smoke clean
+.PHONY: help setup demo test test-full check bench gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -31,8 +31,8 @@ check: setup ## lint, types, import rules and the contents of the wheel
 bench: setup ## measure against the targets: about an hour, with the machine left alone
 	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
 
-gpu-smoke: setup ## check kernels and streams on this machine's GPU (two minutes)
-	@$(BIN)/python profiles/gpu_smoke.py
+gpu-validate: setup ## check bytes, order and speed on this machine's GPU (eight minutes)
+	@$(BIN)/python -m profiles.gpu_validate
 
 clean: ## remove what builds and tools leave behind, but not .venv
 	@rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

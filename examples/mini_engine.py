@@ -88,7 +88,8 @@ class MiniEngine:
         block_tokens: int = 16,
         step_tokens: int = 512,
         batch: int = 8,
-        graphs: str = "none",
+        graphs: bool = False,
+        whole: bool = False,
         options: dict[str, object] | None = None,
     ) -> None:
         """
@@ -98,8 +99,8 @@ class MiniEngine:
             block_tokens: tokens in a block.
             step_tokens: most tokens a step runs.
             batch: most sequences a decode step runs.
-            graphs: CUDA graphs: "none", "pieces" around the layers' hooks, or one of the "whole" forward, which waits for
-                whole loads unless LayerStream's `in_graph_waits` is on. On a CPU the same code runs without graphs.
+            graphs: capture CUDA graphs, in pieces around the layers' hooks; on a CPU the same code runs without them.
+            whole: capture one graph instead, which waits for whole loads unless LayerStream's `in_graph_waits` is on.
             options: LayerStream's (`layerstream.config.StreamConfig`).
         """
         self.model, self.block_tokens, self.step_tokens = model, block_tokens, step_tokens
@@ -119,8 +120,8 @@ class MiniEngine:
         )
         names = [f"layers.{i}" for i in range(shape.layers)]
         self.gate = LayerGate(self.streamer, names)
-        api = None if graphs == "none" else graph_api_for(self.device)
-        self._whole = graphs == "whole" and api is not None
+        api = graph_api_for(self.device) if graphs else None
+        self._whole = whole and api is not None
         self.hooks = attach(
             model,
             _CapturedWaits(self.streamer, names) if self._whole else self.gate,
@@ -147,9 +148,12 @@ class MiniEngine:
         """Compute all of `tokens`; with `save`, full blocks go to the host pool as they fill. Keeps the request."""
         needed = -(-len(tokens) // self.block_tokens)
         request = Request(list(tokens), self._take(needed), self._pool_pages)
-        if save and self._pool_pages + needed > self.streamer.pool.pages:
+        pool = self.streamer.pool
+        ready = pool.ready_slots * pool.pages // pool.slots
+        if save and self._pool_pages + needed > ready:
             raise RuntimeError(
-                f"the host pool has {self.streamer.pool.pages} pages; raise host_gib or forget() prompts"
+                f"the host pool has {ready} pages ready of {pool.pages}; raise host_gib, forget() prompts, or wait for "
+                "the rest"
             )
         self._pool_pages += needed if save else 0
         self.requests.append(request)
@@ -390,6 +394,7 @@ def _engine(chosen: argparse.Namespace) -> MiniEngine:
         block_tokens=chosen.block_tokens,
         step_tokens=chosen.step_tokens,
         graphs=chosen.graphs,
+        whole=chosen.whole_graph,
         options={"host_gib": chosen.host_gib, **json.loads(chosen.options)},
     )
 
@@ -413,9 +418,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of a local hit and a warm serving")
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--options", default="{}", help="further LayerStream options, as JSON")
-    parser.add_argument(
-        "--graphs", choices=("none", "pieces", "whole"), default="pieces", help="CUDA graphs; GPUs only"
-    )
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs; GPUs only")
+    parser.add_argument("--whole-graph", action="store_true", help="one graph of everything instead of pieces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     return parser

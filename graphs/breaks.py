@@ -56,8 +56,8 @@ def run_eagerly(call: Callable[[], None]) -> None:
     """Run `call` here in every forward, captured or not: the way a hook must be called inside a module.
 
     While a `PiecewiseModule` captures, `call` is not run: it becomes a break between two graphs, and runs in each
-    replay. It sees the stream that the replay is queued on as the current one. (In a capture of one whole graph, it runs
-    then and there, and in no replay.)
+    replay. It sees the stream that the replay is queued on as the current one. In a capture of one whole graph it runs
+    then and there, and in no replay.
     """
     if (running := _running.get()) is None:
         call()

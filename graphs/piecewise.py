@@ -102,7 +102,8 @@ class PiecewiseModule:
     def capture(self, **inputs: torch.Tensor) -> None:
         """Capture the bucket of inputs like these; only their shapes, dtypes and devices count.
 
-        The module runs on `pad` values alone, and no hook runs but in a `whole` capture. On a GPU the first runs may block the host.
+        The module runs on `pad` values alone, and no hook runs but in a `whole` capture. On a GPU the first runs may
+        block the host.
 
         Raises:
             ConfigError: inputs do not fit together.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layerstream.backends import GROUP_BYTES, open_device, open_path, warm_up
+from layerstream.backends import GROUP_BYTES, memory_cores, open_device, open_path, warm_up
 from layerstream.calibration import machine_rates
 from layerstream.engine import StreamEngine
 from layerstream.errors import ConfigError
@@ -108,6 +108,7 @@ def build_engine(
         chunk_blocks=config.chunk_blocks(block_tokens),
         budget_bytes=budget,
         pin=pinner,
+        cores=memory_cores(storages[0].device),
     )
     cache = PagedCache(geometry, storages)
     paths = _open_paths(device, cache, pool, kernels, config)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from layerstream.errors import GeometryError
+from layerstream.numa import near_cores, pci_address
 from layerstream.pipeline.batch_dma import BatchDmaPath
 from layerstream.pipeline.paged_cache import PagedCache, PageKernels
 from layerstream.pipeline.staged import StagedPath
@@ -12,8 +15,6 @@ from layerstream.pipeline.zero_copy import ZeroCopyPath
 from layerstream.streams.cpu import CpuDevice, spare_cores
 
 if TYPE_CHECKING:
-    import torch
-
     from layerstream.host_pool import HostPool, Pinner
     from layerstream.pipeline.base import TransferPath
     from layerstream.streams.base import Device
@@ -40,8 +41,17 @@ def open_device(device: torch.device) -> tuple[Device, Pinner | None, PageKernel
         from layerstream.streams.cuda import CudaDevice
         from layerstream.streams.pinning import CudaPinner
 
-        return CudaDevice(device.index or 0), CudaPinner(), _kernels_of(gather, scatter)
+        index = device.index or 0
+        return CudaDevice(index), CudaPinner(device=index), _kernels_of(gather, scatter)
     raise GeometryError(f"KV caches on {device.type!r} devices cannot be streamed; only cuda and cpu can")
+
+
+def memory_cores(device: torch.device) -> list[int] | None:
+    """Cores of the device's NUMA node, next to which host memory for it belongs; None if the system does not tell."""
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    return near_cores(pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id))
 
 
 def _kernels_of(gather: Any, scatter: Any) -> PageKernels:

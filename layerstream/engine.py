@@ -68,7 +68,7 @@ class StreamEngine:
             verifier: compares bytes after every step; blocks the host (option `verify`).
             sanitizer: is told what the model touches (option `sanitize`).
             trace_dir: where timelines of gated loads are written.
-            rank: names the timelines.
+            rank: names the timelines, and this rank in reports of a pool that grows.
         """
         self.device = device
         self.geometry = geometry
@@ -95,9 +95,13 @@ class StreamEngine:
         self._ran = bytearray(self._layers)
         self._layerwise = False
         self._stats = TransferStats()
+        self._told_slots = pool.ready_slots
+        """Slots of the pool that the scheduler half knows to be ready."""
 
     def begin_step(self, plan: StepPlan | None) -> None:
         """Take one step's plan. A step before it that was not ended is ended first."""
+        # The first step comes after every graph was captured.
+        self.pool.start_pinning()
         if self._plan is not None:
             self.end_step()
         if any(self._ran):
@@ -323,9 +327,12 @@ class StreamEngine:
 
     def poll(self) -> Report | None:
         """What has ended since the last call, or None. Never blocks."""
-        if not self._in_flight:
+        ready = self.pool.ready_slots
+        if not self._in_flight and ready == self._told_slots:
             return None
         report = Report()
+        if ready > self._told_slots:
+            self._told_slots = report.ready_slots[self._rank] = ready
         waiting: list[Transfer] = []
         for transfer in self._in_flight:
             try:
@@ -340,7 +347,7 @@ class StreamEngine:
             else:
                 waiting.append(transfer)
         self._in_flight = waiting
-        if not report.done and not report.failed:
+        if not (report.done or report.failed or report.ready_slots):
             return None
         report.stats, self._stats = self._stats, TransferStats()
         return report

@@ -84,6 +84,7 @@ class WorkerHalf:
             geometry=geometry_digest(geometry),
             attention_backend=backend,
             isa=isa,
+            ready_slots=pool.ready_slots,
         )
 
     def begin_step(self, plan: StepPlan | None) -> None:

@@ -10,7 +10,7 @@ class Costs:
     """What work costs: seconds, and bytes a second.
 
     The defaults are assumptions for comparing plans, round numbers of the order that a data-centre GPU should show:
-    PCIe 5.0 x16 (63 GB/s each way before protocol), HBM3, launches from Python. For a machine's own numbers, measure it.
+    PCIe 5.0 x16 (63 GB/s each way before protocol), HBM3, launches from Python. Measure a machine for its own.
     """
 
     copy_bytes_per_s: float = 50e9

@@ -17,20 +17,24 @@ class CudaPinner:
     the runtime that the next innocent, checked call would raise.
     """
 
-    def __init__(self, runtime: Any = None) -> None:
+    def __init__(self, runtime: Any = None, *, device: int = 0) -> None:
         """
         Args:
-            runtime: has `cudaHostRegister(address, nbytes, flags)`, `cudaHostUnregister(address)` and
-                `cudaGetLastError()`, each returning a CUDA error number; None finds the loaded library, and without
-                one every registration is refused.
+            runtime: has `cudaHostRegister(address, nbytes, flags)`, `cudaHostUnregister(address)`,
+                `cudaSetDevice(index)` and `cudaGetLastError()`, each returning a CUDA error number; None finds the
+                loaded library, and without one every registration is refused.
+            device: the CUDA device that is to reach the memory.
         """
         self._runtime: Any = loaded_cudart() if runtime is None else runtime
+        self._device = device
 
     def register(self, address: int, nbytes: int) -> bool:
         """See `Pinner.register`."""
         if self._runtime is None:
             return False
-        code = self._runtime.cudaHostRegister(address, nbytes, 0)
+        # A new thread's device is 0, and the call would make a context there: on every rank but the first, a waste of
+        # another rank's memory.
+        code = self._runtime.cudaSetDevice(self._device) or self._runtime.cudaHostRegister(address, nbytes, 0)
         if code != 0:
             self._runtime.cudaGetLastError()
             logger.debug("cudaHostRegister(%d bytes) was refused with CUDA error %d", nbytes, code)
@@ -38,7 +42,7 @@ class CudaPinner:
 
     def unregister(self, address: int) -> None:
         """See `Pinner.unregister`. An error leaves the memory pinned until the process ends, and is only logged."""
-        code = self._runtime.cudaHostUnregister(address)
+        code = self._runtime.cudaSetDevice(self._device) or self._runtime.cudaHostUnregister(address)
         if code != 0:
             self._runtime.cudaGetLastError()
             logger.warning("cudaHostUnregister failed with CUDA error %d; the memory stays pinned", code)

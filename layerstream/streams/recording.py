@@ -201,6 +201,7 @@ class RecordingDevice:
                 return
             case Note(method="copy", args=(dst, src)):
                 self._watch(dst, src)
+                self.tables.copied(dst, src)
                 touched = copy_accesses(dst, src)
             case Note(method="copy_batch", args=(batch,)):
                 touched, twice = batch_accesses(batch), overlaps(batch)

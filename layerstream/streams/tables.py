@@ -33,6 +33,15 @@ class TableCopies:
         start = tensor.data_ptr() - key
         self._tables[key][start : start + tensor.nbytes] = np.asarray(values, dtype=_dtype(tensor)).view(np.uint8)
 
+    def copied(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Note that a copy from `src` to `dst` was queued, in case it moves ids: a table uploaded to where a captured
+        graph looks for it."""
+        if src.untyped_storage().data_ptr() in self._tables:
+            self.set(dst, self.ids(src))
+        elif dst.untyped_storage().data_ptr() in self._tables:
+            on_host = src.device.type == "cpu"
+            self.set(dst, src.numpy() if on_host else np.full(dst.nbytes, 0xFF, dtype=np.uint8).view(_dtype(dst)))
+
     def ids(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """What a table, or a slice or another view of one, holds. See `Ids`.
 

@@ -99,6 +99,7 @@ class VirtualStream:
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """See `Stream.copy`."""
         check_copy(self.name, dst, src)
+        self._device.tables.copied(dst, src)
         device, costs = self._device, self._device.costs
         engine = device.engine(dst.data_ptr(), src.data_ptr())
         seconds = costs.copy_latency_s + src.nbytes / costs.copy_bytes_per_s

@@ -1,7 +1,7 @@
 """vLLM served with and without LayerStream: `python -m profiles.gpu_serve [--help]`, wherever vLLM imports.
 
-Exits 0 if every system ran to its end and every logprob was equal, 1 if not, 3 if vLLM is not installed. Speed has
-verdicts in the table and never changes the status.
+Exits 0 if what could run ran to its end and every logprob was equal, 1 if not or if nothing could run, 3 if vLLM is not
+installed. Speed has verdicts in the table and never changes the status.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def measure(
     """Run every system of every model in turn; results are written after each.
 
     Returns:
-        Whether every system that could run went to its end, and no logprob differed.
+        Whether some system could run, all that could went to their ends, and no logprob differed.
     """
-    whole = True
+    whole, some = True, False
     done: list[Row] = []
     for model in models:
         if isinstance(model, NotRun):
@@ -72,13 +72,15 @@ def measure(
             else:
                 ran = run(system, out / f"{model.name}-{system.name}.jsonl")
                 found[system.name] = ran
+                some = True
                 whole = whole and not ran.problem and ran.first("failed") is None
                 if (engine := ran.first("engine")) is not None:
                     results.settings[f"{model.name}, {system.name}"] = engine.detail
             results.rows = done + table.rows()
             write(results, out)
         done = results.rows
-    return whole and not any(row.target and row.target.relation == "=" and row.verdict() == "missed" for row in done)
+    right = not any(row.target and row.target.relation == "=" and row.verdict() == "missed" for row in done)
+    return some and whole and right
 
 
 def write(results: Results, out: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ class Session:
                 self._part("hit", WHOLE, tokens, self.own_hits)
                 continue
             for case in CASES:
-                self._part("hit", case, tokens, lambda tokens, case=case: self.hits(case, tokens))  # type: ignore[misc]
+                self._part("hit", case, tokens, partial(self.hits, case))
             for case in (WHOLE, LAST):
                 if self._streams:
-                    self._part("exact", case, tokens, lambda tokens, case=case: self.exact(case, tokens))  # type: ignore[misc]
+                    self._part("exact", case, tokens, partial(self.exact, case))
 
     def _part(self, kind: Kind, case: Case, tokens: int, part: Callable[[int], None]) -> None:
         try:

@@ -73,7 +73,8 @@ def _all_rows(parts: Sequence[Part], out: Path, chosen: argparse.Namespace) -> l
         rows += found
         bad = len(faults(found))
         print(
-            f"{part.name}: {len(found)} rows in {time.monotonic() - begun:.0f} s" + (f", {bad} not good" if bad else ""),
+            f"{part.name}: {len(found)} rows in {time.monotonic() - begun:.0f} s"
+            + (f", {bad} not good" if bad else ""),
             flush=True,
         )
     return rows
@@ -96,7 +97,8 @@ def _inside(chosen: argparse.Namespace, parts: Sequence[Part], place: torch.devi
     """One part's process."""
     part = next(part for part in parts if part.name == chosen.part)
     bench = Bench(place=place, quick=chosen.quick, deadline=time.monotonic() + chosen.seconds, out=chosen.out)
-    return run_here(part, [int(number) for number in chosen.checks.split(",")], bench, chosen.lines)
+    run_here(part, [int(number) for number in chosen.checks.split(",")], bench, chosen.lines)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

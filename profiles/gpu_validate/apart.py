@@ -1,4 +1,4 @@
-"""Runs a part in a process of its own, watched: what hangs or dies costs its own row, and the rest goes on in a new one.
+"""Runs a part in a process of its own, watched: what hangs or dies costs its row, and the rest goes on in a new one.
 
 The process writes a line of JSON for whatever happens: which check begins, each row, and the end.
 """
@@ -23,12 +23,10 @@ from profiles.gpu_validate.rows import Row, failed, row_from, row_json
 POLL_S = 0.05
 START_S = 60.0
 """What a process may take until its first check begins."""
-BROKEN = 3
-"""Exit status of a process that ends because its CUDA context cannot be trusted any more."""
 
 
-def run_here(part: Part, checks: Sequence[int], bench: Bench, lines: Path) -> int:
-    """The inner side: run some checks of a part in this process and write down what happens; the exit status."""
+def run_here(part: Part, checks: Sequence[int], bench: Bench, lines: Path) -> None:
+    """The inner side: run some checks of a part in this process and write down what happens."""
     errors: list[BaseException] = []
     with lines.open("a", encoding="utf-8") as file:
 
@@ -41,10 +39,10 @@ def run_here(part: Part, checks: Sequence[int], bench: Bench, lines: Path) -> in
             for row in run_check(part.checks[number], bench, errors.append):
                 write(row=row_json(row))
             write(end=number)
-            # The context may be lost, so what follows needs a process of its own.
+            # The CUDA context may be lost, so what follows needs another process.
             if bench.cuda and errors and isinstance(errors[-1], RuntimeError):
-                return BROKEN
-    return 0
+                write(broken=str(errors[-1]))
+                return
 
 
 class Watched:
@@ -90,7 +88,8 @@ def run_apart(part: Part, out: Path, options: Sequence[str], *, budget_s: float 
     """
     budget_s = part.budget_s if budget_s is None else budget_s
     deadline = time.monotonic() + budget_s
-    lines, log = out / f".{part.name}.lines", out / f"{part.name}.log"
+    lines, log = out / f".{part.name}.lines", out / "logs" / f"{part.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     todo = list(range(len(part.checks)))
     try:
@@ -112,7 +111,7 @@ def run_apart(part: Part, out: Path, options: Sequence[str], *, budget_s: float 
 def _watch(watched: Watched, part: Part, todo: list[int], deadline: float, log: Path) -> Iterator[Row]:
     """Rows of one process, taking checks off `todo` as they end. One that hangs or dies is taken off as well."""
     limit = min(deadline, time.monotonic() + START_S)
-    while True:
+    while todo:
         status = watched.status()
         news = watched.news()
         for line in news:
@@ -120,16 +119,19 @@ def _watch(watched: Watched, part: Part, todo: list[int], deadline: float, log: 
                 limit = min(deadline, time.monotonic() + part.checks[line["begin"]].limit_s)
             elif "row" in line:
                 yield row_from(line["row"])
-            else:
+            elif "end" in line:
                 todo.remove(line["end"])
-        if status is not None and not news:
-            if todo and status != BROKEN:
-                text = last_line(log.read_text(encoding="utf-8", errors="replace"))
-                yield failed(part.checks[todo.pop(0)].title, f"its process ended with status {status}: {text}")
+            else:
+                # It may hang while it ends, and nothing more is expected of it.
+                return
+        if news:
+            continue
+        if status is not None:
+            text = last_line(log.read_text(encoding="utf-8", errors="replace"))
+            yield failed(part.checks[todo.pop(0)].title, f"its process ended with status {status}: {text}")
             return
         if time.monotonic() > limit:
             over = OUT_OF_TIME if limit == deadline else "it hangs: its process was ended"
             yield failed(part.checks[todo.pop(0)].title, over)
             return
-        if not news:
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)

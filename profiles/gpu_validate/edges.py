@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from layerstream.streams.cpu import CpuDevice
 
@@ -93,9 +93,9 @@ class CutDevice:
         self.operations += 1
         return self.inner.event(in_graph=in_graph)
 
-    def capture(self, stream: CutStream, queue: Callable[[], None]) -> Graph:
+    def capture(self, stream: Stream, queue: Callable[[], None]) -> Graph:
         """See `Device.capture`."""
-        return self.inner.capture(stream.inner, queue)
+        return self.inner.capture(cast(CutStream, stream).inner, queue)
 
     def elapsed(self, start: Event, end: Event) -> float:
         """See `Device.elapsed`."""

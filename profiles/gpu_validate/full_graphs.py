@@ -5,6 +5,7 @@ A wrong guess about CUDA can hang the device here, so every check may cost its p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,8 +19,9 @@ from layerstream.jobs import Job, JobKind, StepPlan
 from layerstream.streams.cuda import CudaDevice
 from profiles.gpu_validate.bench import HANG_S, Bench, delay_on, wait_for
 from profiles.gpu_validate.edges import ThreadedCpu
-from profiles.gpu_validate.ordering import LAYERS, PAGE_BYTES, STEP_BEFORE, TARGETS, Scene, differing, judged, scene
+from profiles.gpu_validate.ordering import judged
 from profiles.gpu_validate.rows import Row, right
+from profiles.gpu_validate.scenes import LAYERS, PAGE_BYTES, STEP_BEFORE, TARGETS, Scene, differing, scene
 
 DELAY_S = 0.1
 NODES = 64
@@ -59,10 +61,13 @@ class Forward:
             compute.launch(lambda: into.append([out.clone() for out in self.out]))
 
 
-def queue_step(scene: Scene, number: int, blocks: tuple[int, ...], *, in_graph: bool) -> bool:
+def queue_step(scene: Scene, number: int, blocks: tuple[int, ...], *, in_graph: bool, idle: bool = False) -> bool:
     """Begin a step with a delayed load; whether its gates were armed."""
     job = Job(job_id=number, kind=JobKind.LOAD, request_id="r", block_ids=blocks, pool_runs=((0, len(blocks)),))
     scene.engine.begin_step(StepPlan(step=number, jobs=(job,)))
+    if idle:
+        # Gates by events are armed only where the host sees an idle compute stream.
+        scene.drain()
     scene.device.streams["layerstream-load-copy"].inner.launch(scene.delay, DELAY_S)
     scene.engine.start_loads(layerwise=False, in_graph=in_graph)
     return scene.engine._gated is not None and scene.engine._gated.in_graph
@@ -126,7 +131,7 @@ def delayed_load(scene: Scene, forward: Forward, lie: AbstractContextManager[Any
     scene.write(STEP_BEFORE)
     scene.drain()
     with lie:
-        armed = queue_step(scene, 3, TARGETS, in_graph=True)
+        armed = queue_step(scene, 3, TARGETS, in_graph=True, idle=True)
         forward.replay(seen)
         scene.engine.end_step()
     scene.finish()
@@ -159,7 +164,11 @@ def waits_cost_little(bench: Bench) -> Iterator[Row]:
         "flags": FlagGates(device, NODES, device.driver()),
         "events": EventGates(device, NODES),
     }
-    small.add_(1)
+
+    def grow() -> None:
+        small.add_(1)
+
+    grow()
     bench.finish()
     graphs = {}
     for kind, each in gates.items():
@@ -168,13 +177,13 @@ def waits_cost_little(bench: Bench) -> Iterator[Row]:
             for layer in range(NODES):
                 if each is not None:
                     each.capture_wait(layer)
-                stream.launch(small.add_, 1)
+                stream.launch(grow)
 
         graphs[kind] = device.capture(stream, forward)
     seconds: dict[str, list[float]] = {kind: [] for kind in graphs}
     for _ in range(bench.rounds + 2):
         for kind, graph in graphs.items():
-            seconds[kind].append(bench.device_seconds(lambda graph=graph: device.compute().replay(graph)))
+            seconds[kind].append(bench.device_seconds(functools.partial(device.compute().replay, graph)))
     for kind in ("flags", "events"):
         extra = [(a - b) / NODES for a, b in zip(seconds[kind][2:], seconds["none"][2:], strict=True)]
         yield Row(name=f"in-graph {kind}: device time of an open wait", samples=extra, unit="us", scale=1e6, digits=2)
@@ -212,7 +221,9 @@ def records_are_seen(bench: Bench) -> Iterator[Row]:
     other.record(passed)
     wait_for(lambda: passed.done() and event.done())
     took = device.elapsed(begun, passed)
-    wrong = [] if took > DELAY_S / 2 else [f"it passed after {took * 1e3:.1f} ms, and the replay took {DELAY_S * 1e3:g}"]
+    wrong = (
+        [] if took > DELAY_S / 2 else [f"it passed after {took * 1e3:.1f} ms, and the replay took {DELAY_S * 1e3:g}"]
+    )
     yield right("a wait behind a replay holds for the record in it", wrong)
     bench.finish()
     device.close(HANG_S)
@@ -223,9 +234,6 @@ def value_waits_can_be_captured(bench: Bench) -> Iterator[Row]:
     device = CudaDevice(bench.place.index or 0)
     driver, word, delay = device.driver(), device.table([0]), delay_on(bench)
     runner, other = device.stream("runner", priority=0), device.stream("other", priority=0)
-    bench.finish()
-    handle = int(torch.cuda.current_stream(bench.place).cuda_stream)
-    driver.write_value(handle, word.data_ptr(), 0)
     bench.finish()
     wrong = []
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from layerstream.backends import PATHS
 from layerstream.pipeline.base import Move
 from layerstream.streams.base import Event
 from profiles.gpu_validate.bench import Bench, prepare_spin, spin, timing_event, wait_for
@@ -22,6 +23,8 @@ BUDGETS = (2, 4, 8, 16, 64)
 PAGE_BYTES, LAYERS, BLOCKS = 64 << 10, 32, 2048
 UPLOAD_S = 1e-3
 """What a small upload may take."""
+SIDE = 8192
+"""Of the square matrices of a step."""
 QUEUED_S = 0.002
 """What the host needs to queue a step."""
 
@@ -30,7 +33,7 @@ Submit = Callable[[], tuple[Event, Event]]
 
 def matrix_products(place: torch.device) -> Callable[[], None]:
     """A step of about 10 ms: products that fill the GPU, one small kernel of its own each."""
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=place) for _ in range(2))
+    a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=place) for _ in range(2))
     out = torch.empty_like(a)
 
     def step() -> None:
@@ -41,7 +44,7 @@ def matrix_products(place: torch.device) -> Callable[[], None]:
 
 
 def persistent_kernels(place: torch.device) -> Callable[[], None]:
-    """A step of some milliseconds: kernels with one thread block for each multiprocessor, each as long as its slowest."""
+    """A step of some milliseconds: kernels of one thread block a multiprocessor, each as long as its slowest."""
     blocks = torch.cuda.get_device_properties(place).multi_processor_count
     out = torch.zeros(blocks * BUSY_BLOCK, dtype=torch.float32, device=place)
 
@@ -52,14 +55,18 @@ def persistent_kernels(place: torch.device) -> Callable[[], None]:
     return step
 
 
+def loading(here: World, name: str, move: Move, *, max_ctas: int | None = None) -> Submit:
+    """Submits a whole load with a path of its own."""
+    path = here.path(name, max_ctas=max_ctas)
+    return lambda: here.load(path, move, here.queued())
+
+
 def ways(here: World, move: Move) -> Iterator[tuple[str, int, Submit]]:
     """Path, thread blocks, and how to submit a whole load with it."""
     for budget in BUDGETS:
         for name in ("staged", "zero_copy"):
-            path = here.path(name, max_ctas=budget)
-            yield name, budget, lambda path=path: here.load(path, move, here.queued())
-    batch = here.path("batch_dma")
-    yield "batch_dma", 0, lambda: here.load(batch, move, here.queued())
+            yield name, budget, loading(here, name, move, max_ctas=budget)
+    yield "batch_dma", 0, loading(here, "batch_dma", move)
     graph = here.graph_load((move.count,), max_ctas=8)
 
     def submit() -> tuple[Event, Event]:
@@ -105,9 +112,7 @@ def steps_beside_loads(bench: Bench) -> Iterator[Row]:
         print(draw_interference(drawn, bench.out / "interference.png"))
 
 
-def step_seconds(
-    step: Callable[[], None], submit: Submit | None
-) -> tuple[float, tuple[Event, Event] | None, bool]:
+def step_seconds(step: Callable[[], None], submit: Submit | None) -> tuple[float, tuple[Event, Event] | None, bool]:
     """Device time of a step; the ends of the load beside it, and whether that ran to the step's end."""
     torch.cuda.synchronize()
     start, end = timing_event(), timing_event()
@@ -119,7 +124,7 @@ def step_seconds(
     end.record()
     wait_for(end.query)
     during = ends is None or not ends[1].done()
-    return float(start.elapsed_time(end)) / 1e3, ends, during
+    return max(float(start.elapsed_time(end)) / 1e3, 1e-9), ends, during
 
 
 def small_uploads_pass(bench: Bench) -> Iterator[Row]:
@@ -127,13 +132,10 @@ def small_uploads_pass(bench: Bench) -> Iterator[Row]:
     prepare_spin(bench)
     blocks = bench.sized(BLOCKS, 512)
     host = torch.zeros(64 << 10, dtype=torch.uint8, pin_memory=True)
-    small, other = torch.zeros(64 << 10, dtype=torch.uint8, device=bench.place), torch.cuda.Stream(bench.place)
+    small, other = torch.zeros(64 << 10, dtype=torch.uint8, device=bench.place), torch.cuda.Stream(bench.place)  # type: ignore[no-untyped-call]
     with world(bench, layers=LAYERS, blocks=blocks + 64, page_bytes=PAGE_BYTES, pool_pages=blocks) as here:
         move = here.move(blocks)
-        loads: dict[str, Submit] = {
-            name: (lambda path=here.path(name): here.load(path, move, here.queued()))
-            for name in ("staged", "zero_copy", "batch_dma")
-        }
+        loads = {name: loading(here, name, move) for name in PATHS}
         auto = chosen_path(bench, PAGE_BYTES, blocks, None)
         for name, submit in loads.items():
             here.seconds(submit())

@@ -62,7 +62,7 @@ def layer_rates(bench: Bench, pages: LayerPages, *, judged: bool) -> Iterator[Ro
             f"rate of {name} / of a copy: {pages.name}",
             list(zip(seconds["copy"][2:], seconds[name][2:], strict=True)),
             target=bench.for_gpu(">=", 0.90) if judged else None,
-            note=f"{nbytes / 1e6:.0f} MB in {count} pages; the copy moves {nbytes / min(seconds['copy']) / 1e9:.0f} GB/s",
+            note=f"{nbytes / 1e6:.0f} MB in {count} pages, copied at {nbytes / min(seconds['copy']) / 1e9:.0f} GB/s",
         )
 
 

@@ -45,7 +45,12 @@ def odd_layouts(pages: int) -> tuple[LayerPages, ...]:
         spaced("words of 2 bytes", pages, 6, page_stride=10, offset=2),
         spaced("words of 1 byte", pages, 3, offset=1),
         LayerPages(
-            name="unequal runs", num_pages=pages, offset=16, page_stride=8192, run_offsets=(0, 1024, 5120), run_bytes=656
+            name="unequal runs",
+            num_pages=pages,
+            offset=16,
+            page_stride=8192,
+            run_offsets=(0, 1024, 5120),
+            run_bytes=656,
         ),
         LayerPages(
             name="pages past 4 GiB",

@@ -12,6 +12,8 @@ from profiles.gpu_validate import (
     ordering,
     paths,
     pinning,
+    submission,
+    tables,
 )
 from profiles.gpu_validate.checks import Check, Part
 
@@ -34,8 +36,8 @@ PARTS = (
         (
             Check("paths: calibration", paths.table_is_measured),
             Check("paths: bytes and rates", paths.paths_reach_the_roof, limit_s=100.0),
-            Check("paths: host time to submit", paths.submission_is_short),
-            Check("paths: plain torch", paths.plain_torch_for_comparison),
+            Check("paths: host time to submit", submission.submission_is_short),
+            Check("paths: plain torch", submission.plain_torch_for_comparison),
         ),
     ),
     Part(
@@ -44,8 +46,8 @@ PARTS = (
         (
             Check("ordering: edges of all paths", ordering.edges_hold),
             Check("ordering: poll", ordering.polls_are_never_early),
-            Check("ordering: tables", ordering.tables_outlive_their_readers, gpu_only=True),
-            Check("ordering: uploads", ordering.uploads_are_not_overwritten, gpu_only=True),
+            Check("ordering: tables", tables.tables_outlive_their_readers, gpu_only=True),
+            Check("ordering: uploads", tables.uploads_are_not_overwritten, gpu_only=True),
         ),
     ),
     Part(
@@ -53,7 +55,9 @@ PARTS = (
         75.0,
         (
             Check("engine: eager, staged", mini.served("eager, staged", {"transfer_path": "staged"}, graphs=False)),
-            Check("engine: piecewise graphs, auto", mini.served("piecewise graphs, auto", {}, graphs=True), gpu_only=True),
+            Check(
+                "engine: piecewise graphs, auto", mini.served("piecewise graphs, auto", {}, graphs=True), gpu_only=True
+            ),
             Check("engine: loads stage ahead", mini.loads_stage_ahead),
             Check("engine: steps beside other loads", mini.steps_beside_other_loads),
         ),

@@ -1,4 +1,4 @@
-"""Transfer paths both ways: exact bytes, rates beside one large pinned copy, and the host's time to submit."""
+"""Transfer paths both ways: exact bytes, and rates beside one large pinned copy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from layerstream.backends import PATHS
 from layerstream.calibration import calibrate, device_name, software
-from layerstream.pipeline.base import Move
+from layerstream.pipeline.base import TransferPath
 from layerstream.rate_table import RateTable, read_rates
-from layerstream.streams.base import Event
-from profiles.gpu_validate.bench import Bench, prepare_spin, spin, wait_for
+from layerstream.streams.base import Event, Stream
+from profiles.gpu_validate.bench import Bench
 from profiles.gpu_validate.plots import draw_rates
 from profiles.gpu_validate.rows import Row, failed, right
 from profiles.gpu_validate.world import World, world
@@ -21,6 +21,9 @@ SPARE_BLOCKS = 64
 RATES = "rates"
 """Folder in which the calibration is kept for the checks that follow."""
 DIRECTIONS = {"load": "H2D", "save": "D2H"}
+GRAPH, ROOF = "graph", "roof"
+JUDGED_BLOCKS = 128
+"""Less than that is no long prefix, to which the target belongs."""
 SHAPES = ((4 << 10, 2048), (16 << 10, 2048), (32 << 10, 2048), (64 << 10, 64), (64 << 10, 2048), (1 << 20, 128))
 """Bytes of a page of one layer, and blocks: 32k tokens of Llama-8B (64 KiB), of its shares under tensor parallelism
 (16, 32 KiB), of a small MLA share (4 KiB), in blocks of 256 tokens (1 MiB), and 1k tokens."""
@@ -93,22 +96,60 @@ def layers(bench: Bench) -> int:
     return bench.sized(32, 3)
 
 
+class Way:
+    """One path, and what is moved with it: other blocks are saved than were loaded."""
+
+    def __init__(self, here: World, blocks: int, path: TransferPath | None) -> None:
+        """
+        Args:
+            here: what it moves between.
+            blocks: how many.
+            path: None for loads as one captured graph.
+        """
+        self._here, self._path = here, path
+        self._graph = here.graph_load((blocks,)) if path is None else None
+        self.loaded, self.saved = here.move(blocks, seed=1), here.move(blocks, seed=2)
+
+    def load(self) -> tuple[Event, Event]:
+        """Queue the load."""
+        here, graph = self._here, self._graph
+        if graph is None:
+            assert self._path is not None
+            return here.load(self._path, self.loaded, here.queued())
+        begun, done = here.device.event(), here.device.event()
+        table = here.device.table(graph.table(self.loaded))
+        graph.submit(self.loaded, table, after=here.queued(), begun=begun, done=done)
+        return begun, done
+
+    def save(self) -> tuple[Event, Event]:
+        """Queue the save, which a graph has not."""
+        assert self._path is not None
+        return self._here.save(self._path, self.saved, self._here.queued())
+
+
+def open_ways(here: World, blocks: int) -> dict[str, Way]:
+    """All of them by name; those that need a pinned pool only if there is one."""
+    if here.device.kind == "cuda" and not here.pool.pinned:
+        return {PATHS[0]: Way(here, blocks, here.path(PATHS[0]))}
+    return {**{name: Way(here, blocks, here.path(name)) for name in PATHS}, GRAPH: Way(here, blocks, None)}
+
+
 def shape_rows(
     bench: Bench, here: World, blocks: int, auto: str, pinned: torch.Tensor, flat: torch.Tensor
 ) -> Iterator[Row]:
     """Rows of one shape."""
     shape = kib(here.page_bytes, blocks)
-    ways = moves(here, blocks)
+    ways = open_ways(here, blocks)
     wrong = []
-    for number, (name, (load, save, move, saved)) in enumerate(ways.items()):
+    for number, (name, way) in enumerate(ways.items()):
         here.fill_pool(blocks, seed=number)
         here.poison()
         bench.finish()
-        here.seconds(load(move))
-        wrong += [f"{name}: {what}" for what in here.wrong_after_load(move)]
-        if save is not None:
-            here.seconds(save(saved))
-            wrong += [f"{name}: {what}" for what in here.wrong_after_save(saved)]
+        here.seconds(way.load())
+        wrong += [f"{name}: {what}" for what in here.wrong_after_load(way.loaded)]
+        if name != GRAPH:
+            here.seconds(way.save())
+            wrong += [f"{name}: {what}" for what in here.wrong_after_save(way.saved)]
     yield right(f"bytes both ways, {shape}: {', '.join(ways)}", wrong)
     if not here.pool.pinned and bench.cuda:
         yield failed(f"rates, {shape}", "the host pool could not be pinned; raise the memlock limit (ulimit -l)")
@@ -116,178 +157,35 @@ def shape_rows(
     nbytes = here.layers * blocks * here.page_bytes
     roof = here.device.stream("roof", priority=0)
     for direction, name in DIRECTIONS.items():
-        queues: dict[str, Callable[[], tuple[Event, Event]]] = {
-            path: (lambda load=load, move=move: load(move))
-            if direction == "load"
-            else (lambda save=save, saved=saved: save(saved))
-            for path, (load, save, move, saved) in ways.items()
-            if direction == "load" or save is not None
-        }
-        queues["roof"] = roof_copy(here, roof, pinned[:nbytes], flat[:nbytes], direction)
+        queues = {path: getattr(way, direction) for path, way in ways.items() if (direction, path) != ("save", GRAPH)}
+        queues[ROOF] = roof_copy(here, roof, pinned[:nbytes], flat[:nbytes], direction)
         seconds: dict[str, list[float]] = {each: [] for each in queues}
         for number in range(1 + bench.rounds):
             for each in sorted(queues, reverse=number % 2 == 1):
                 bench.finish()
                 seconds[each].append(here.seconds(queues[each]()))
-        picked = auto if direction == "load" else ("staged" if bench.cuda else auto)
-        for path, times in seconds.items():
-            if path != "roof":
-                mark = ", auto" if path == picked else ""
-                yield Row.of_pairs(
-                    f"{name} rate / one pinned copy: {shape}, {path}{mark}",
-                    list(zip(seconds["roof"][1:], times[1:], strict=True)),
-                    target=bench.for_gpu(">=", 0.95) if mark and blocks >= 128 else None,
-                    note=f"{nbytes >> 20} MiB, best {nbytes / min(times) / 1e9:.1f} GB/s, "
-                    f"copy {nbytes / min(seconds['roof']) / 1e9:.1f} GB/s",
-                )
-
-
-Queue = Callable[[Move], tuple[Event, Event]]
-
-
-def moves(here: World, blocks: int) -> dict[str, tuple[Queue, Queue | None, Move, Move]]:
-    """Path -> how to load and to save with it, and what: other blocks are saved than were loaded."""
-    found: dict[str, tuple[Queue, Queue | None, Move, Move]] = {}
-    unpinned = here.device.kind == "cuda" and not here.pool.pinned
-    for name in PATHS[:1] if unpinned else PATHS:
-        path = here.path(name)
-        found[name] = (
-            lambda move, path=path: here.load(path, move, here.queued()),
-            lambda move, path=path: here.save(path, move, here.queued()),
-            here.move(blocks, seed=1),
-            here.move(blocks, seed=2),
-        )
-    if not unpinned:
-        graph = here.graph_load((blocks,))
-
-        def load(move: Move) -> tuple[Event, Event]:
-            begun, done = here.device.event(), here.device.event()
-            graph.submit(move, here.device.table(graph.table(move)), after=here.queued(), begun=begun, done=done)
-            return begun, done
-
-        found["graph"] = (load, None, here.move(blocks, seed=3), here.move(blocks, seed=3))
-    return found
+        picked = "staged" if bench.cuda and direction == "save" else auto
+        for path in (each for each in ways if each in queues):
+            yield Row.of_pairs(
+                f"{name} rate / one pinned copy: {shape}, {path}{', auto' if path == picked else ''}",
+                list(zip(seconds[ROOF][1:], seconds[path][1:], strict=True)),
+                target=bench.for_gpu(">=", 0.95) if path == picked and blocks >= JUDGED_BLOCKS else None,
+                note=f"{nbytes >> 20} MiB, best {nbytes / min(seconds[path]) / 1e9:.1f} GB/s, "
+                f"copy {nbytes / min(seconds[ROOF]) / 1e9:.1f} GB/s",
+            )
 
 
 def roof_copy(
-    here: World, stream: object, pinned: torch.Tensor, flat: torch.Tensor, direction: str
+    here: World, stream: Stream, pinned: torch.Tensor, flat: torch.Tensor, direction: str
 ) -> Callable[[], tuple[Event, Event]]:
     """One copy of as many bytes."""
     dst, src = (flat, pinned) if direction == "load" else (pinned, flat)
 
     def queue() -> tuple[Event, Event]:
         begun, done = here.device.event(), here.device.event()
-        stream.record(begun)  # type: ignore[attr-defined]
-        stream.copy(dst, src)  # type: ignore[attr-defined]
-        stream.record(done)  # type: ignore[attr-defined]
+        stream.record(begun)
+        stream.copy(dst, src)
+        stream.record(done)
         return begun, done
 
     return queue
-
-
-def plain_torch_for_comparison(bench: Bench) -> Iterator[Row]:
-    """What one would write without this package: index_select and a copy, and one copy for each page."""
-    count, blocks, page_bytes = bench.sized(4, 2), bench.sized(2048, 32), 64 << 10
-    with world(bench, layers=count, blocks=blocks + SPARE_BLOCKS, page_bytes=page_bytes, pool_pages=blocks) as here:
-        ids = here.move(blocks).block_ids.tolist()
-        index = torch.tensor(ids, device=bench.place)
-        host = torch.empty((blocks, page_bytes), dtype=torch.uint8, pin_memory=bench.cuda)
-
-        def load_indexed() -> None:
-            for layer in range(count):
-                here.pages(layer).index_copy_(0, index, host.to(bench.place, non_blocking=True))
-
-        def save_indexed() -> None:
-            for layer in range(count):
-                host.copy_(here.pages(layer).index_select(0, index), non_blocking=True)
-
-        def load_paged() -> None:
-            for layer in range(count):
-                pages = here.pages(layer)
-                for row, block in enumerate(ids):
-                    pages[block].copy_(host[row], non_blocking=True)
-
-        def save_paged() -> None:
-            for layer in range(count):
-                pages = here.pages(layer)
-                for row, block in enumerate(ids):
-                    host[row].copy_(pages[block], non_blocking=True)
-
-        nbytes = count * blocks * page_bytes
-        for name, way in (
-            ("H2D: copy, then index_copy_", load_indexed),
-            ("D2H: index_select, then copy", save_indexed),
-            ("H2D: one copy a page", load_paged),
-            ("D2H: one copy a page", save_paged),
-        ):
-            times = []
-            for _ in range(4):
-                begun = time.perf_counter()
-                way()
-                bench.finish()
-                times.append(time.perf_counter() - begun)
-            rates = [nbytes / seconds for seconds in times[1:]]
-            shape = kib(page_bytes, blocks)
-            yield Row(name=f"plain torch, {name}, {shape}", samples=rates, unit="GB/s", scale=1e-9, digits=1)
-
-
-def submission_is_short(bench: Bench) -> Iterator[Row]:
-    """The host's time to submit a layer, and a whole load as one graph, while the device waits behind a delay."""
-    prepare_spin(bench)
-    for blocks in (64, bench.sized(2048, 128)):
-        with world(
-            bench, layers=layers(bench), blocks=blocks + SPARE_BLOCKS, page_bytes=64 << 10, pool_pages=blocks
-        ) as here:
-            shape, move = kib(here.page_bytes, blocks), here.move(blocks)
-            for name in PATHS if here.pool.pinned or not bench.cuda else PATHS[:1]:
-                path, times = here.path(name), list[float]()
-                for number in range(4):
-                    after, ends = delayed(bench, here), list[Event]()
-                    for layer in range(here.layers):
-                        begun, done = here.device.event(), here.device.event()
-                        start = time.perf_counter()
-                        path.load((layer,), move, after=after, begun=begun, done=done)
-                        times += [time.perf_counter() - start] * (number > 0)
-                        ends.append(done)
-                    wait_for(ends[-1].done)
-                judged = blocks == 64 and name == chosen_path(bench, here.page_bytes, blocks, None)
-                yield Row(
-                    name=f"host time to submit a layer: {shape}, {name}",
-                    samples=times,
-                    unit="us",
-                    scale=1e6,
-                    digits=1,
-                    target=bench.for_gpu("<=", 20e-6) if judged else None,
-                )
-            if here.pool.pinned or not bench.cuda:
-                yield graph_submission(bench, here, move, shape)
-
-
-def delayed(bench: Bench, here: World) -> Event:
-    """A point of the compute stream that is not reached for some time."""
-    bench.finish()
-    if bench.cuda:
-        spin(0.02)
-    return here.queued()
-
-
-def graph_submission(bench: Bench, here: World, move: Move, shape: str) -> Row:
-    """The host's time for a whole load as one graph: table, upload and launch."""
-    graph, times = here.graph_load((move.count,)), list[float]()
-    for number in range(bench.sized(21, 4)):
-        delayed(bench, here)
-        begun, done = here.device.event(), here.device.event()
-        start = time.perf_counter()
-        table = here.device.table(graph.table(move))
-        graph.submit(move, table, after=here.queued(), begun=begun, done=done)
-        times += [time.perf_counter() - start] * (number > 0)
-        wait_for(done.done)
-    return Row(
-        name=f"host time of a whole load as one graph: {shape}",
-        samples=times,
-        unit="us",
-        scale=1e6,
-        digits=1,
-        target=bench.for_gpu("<=", 50e-6),
-        note=f"{here.layers} layers",
-    )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from layerstream.backends import open_device
+from layerstream.host_budget import available_memory
 from layerstream.host_pool import HostPool
 from profiles.gpu_validate.bench import HANG_S, Bench, wait_for
 from profiles.gpu_validate.rows import Row, failed, not_run
@@ -29,7 +30,7 @@ class AcceptAll:
 def pool_becomes_usable(bench: Bench) -> Iterator[Row]:
     """Times of a pool of 8 GiB; of 256 MiB in four segments in a quick run."""
     nbytes = bench.sized(8 << 30, 256 << 20)
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = available_memory()
     name = f"host pool of {nbytes / 2**30:g} GiB"
     if free < nbytes + (2 << 30):
         yield not_run(name, f"{free / 2**30:.0f} GiB of memory are free")

@@ -49,16 +49,24 @@ def draw_rates(table: RateTable, path: Path) -> str:
         for name in sorted({rate.path for rate in table.rates}):
             of_size = {
                 size: max(
-                    (rate for rate in table.rates if (rate.path, rate.direction, rate.page_bytes) == (name, direction, size)),
+                    (
+                        rate
+                        for rate in table.rates
+                        if (rate.path, rate.direction, rate.page_bytes) == (name, direction, size)
+                    ),
                     key=lambda rate: rate.blocks,
                     default=None,
                 )
                 for size in sizes
             }
             points = [(size, rate.bytes_per_s / 1e9) for size, rate in of_size.items() if rate is not None]
-            axes.plot(*zip(*points, strict=True), color=_COLORS.get(name, _OTHER), marker="o", markersize=3.5, label=name)
+            axes.plot(
+                *zip(*points, strict=True), color=_COLORS.get(name, _OTHER), marker="o", markersize=3.5, label=name
+            )
         if direction in table.roofs:
-            axes.axhline(table.roofs[direction] / 1e9, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label="one copy")
+            axes.axhline(
+                table.roofs[direction] / 1e9, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label="one copy"
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [f"{size >> 10}" for size in sizes])
         axes.minorticks_off()

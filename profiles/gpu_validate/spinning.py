@@ -10,8 +10,8 @@ BUSY_BLOCK = 32768
 multiprocessor's, as a persistent matrix product does."""
 
 
-@triton.jit
-def busy_kernel(out: tl.tensor, rounds: tl.int32, BLOCK: tl.constexpr) -> None:
+@triton.jit  # type: ignore[untyped-decorator]
+def busy_kernel(out: tl.tensor, rounds: tl.int32, BLOCK: tl.constexpr) -> None:  # noqa: N803 - constants are in capitals
     """Multiply and add `rounds` times in every thread block; `out` is `float32[blocks * BLOCK]`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = place.to(tl.float32) * 1e-6

@@ -33,6 +33,15 @@ def mini() -> Iterator[ModuleType]:
     sys.path[:] = path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    # Teams of threads that wait for each other are slow on a busy machine, and nothing here is large.
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def make(mini: ModuleType) -> Iterator[Callable[..., Any]]:
     made = []
@@ -41,7 +50,7 @@ def make(mini: ModuleType) -> Iterator[Callable[..., Any]]:
         model = mini.MiniLlama.random(mini.LlamaShape(), seed=1, device=torch.device("cpu"), dtype=torch.float32)
         options = {"host_gib": 0.01, "chunk_tokens": 16, **arguments.pop("options", {})}
         engine = mini.MiniEngine(
-            model, **{"num_blocks": 40, "block_tokens": 8, "step_tokens": 32, **arguments}, options=options
+            model, **{"num_blocks": 96, "block_tokens": 8, "step_tokens": 32, **arguments}, options=options
         )
         made.append(engine)
         return engine
@@ -116,7 +125,7 @@ def test_pieces_that_are_replayed_give_the_same_bits(
 ) -> None:
     graphs = FakeGraphs()
     monkeypatch.setattr(mini, "graph_api_for", lambda _: graphs)
-    plain, replayed = make(), make(graphs="pieces")
+    plain, replayed = make(), make(graphs=True)
     for serve in ("serve_cold", "serve_local_hit", "serve_warm"):
         served = getattr(replayed, serve)(PROMPT)
         assert torch.equal(served.logits, getattr(plain, serve)(PROMPT).logits), serve
@@ -131,12 +140,48 @@ def test_one_graph_of_everything_waits_for_whole_loads_and_gives_the_same_bits(
 ) -> None:
     graphs = FakeGraphs()
     monkeypatch.setattr(mini, "graph_api_for", lambda _: graphs)
-    plain, replayed = make(), make(graphs="whole")
+    plain, replayed = make(), make(graphs=True, whole=True)
     for serve in ("serve_cold", "serve_local_hit", "serve_warm"):
         served = getattr(replayed, serve)(PROMPT)
         assert torch.equal(served.logits, getattr(plain, serve)(PROMPT).logits), serve
     assert served.stats.load_blocks == 9
     assert len(graphs.pieces) == 4
+
+
+class CapturedWaits:
+    """In-graph gates that note the layers, and never arm."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.asked = 0
+
+    def capture_wait(self, layer: int) -> None:
+        self.layers.append(layer)
+
+    def try_arm(self, compute: Any) -> bool:
+        self.asked += 1
+        return False
+
+
+def test_waits_are_put_into_a_whole_graph_while_it_is_captured_and_armed_for_a_load(
+    mini: ModuleType, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, build = CapturedWaits(), mini.build_engine
+
+    def build_with_waits(*args: Any, **kwargs: Any) -> Any:
+        streamer = build(*args, **kwargs)
+        streamer.in_graph = waits
+        return streamer
+
+    monkeypatch.setattr(mini, "build_engine", build_with_waits)
+    monkeypatch.setattr(mini, "graph_api_for", lambda _: FakeGraphs())
+    engine = make(graphs=True, whole=True)
+    engine.serve_cold(PROMPT)
+    assert waits.layers == [0, 1, 2, 3] * 3 and waits.asked == 0
+    local = engine.serve_local_hit(PROMPT)
+    captured = list(waits.layers)
+    assert torch.equal(engine.serve_warm(PROMPT).logits, local.logits)
+    assert waits.layers == captured and waits.asked == 1
 
 
 def test_a_tail_of_several_steps_waits_in_its_first(make: Callable[..., Any]) -> None:
@@ -156,6 +201,22 @@ def test_decoding_goes_on_alike_from_restored_and_from_computed_kv(make: Callabl
     warm = engine.decode(10)
     assert torch.equal(warm.logits, local.logits)
     assert engine.requests[0].tokens == after_local and len(after_local) == len(PROMPT) + 10
+
+
+def test_decoding_appends_what_a_prompt_of_the_same_tokens_would_give_next(make: Callable[..., Any]) -> None:
+    engine = make()
+    # With larger weights a token depends on those before it, and does not repeat itself.
+    for weight in engine.model.parameters():
+        weight.mul_(4)
+    engine.serve_cold(PROMPT)
+    decoded = engine.decode(5)
+    tokens = engine.requests[0].tokens
+    assert len(set(tokens[len(PROMPT) :])) > 2
+    for length in range(len(PROMPT), len(tokens)):
+        served = engine.serve_cold(tokens[:length], save=False)
+        assert int(served.logits.argmax()) == tokens[length]
+        engine.requests.pop()
+    assert torch.allclose(engine.serve_cold(tokens, save=False).logits, decoded.logits, atol=1e-3)
 
 
 def test_blocks_that_fill_while_decoding_can_be_saved(make: Callable[..., Any]) -> None:
@@ -211,7 +272,7 @@ def test_what_cannot_be_served_is_said(make: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="blocks are needed"):
         engine.serve_cold(PROMPT * 10)
     engine.forget()
-    assert len(engine._free) == 39
+    assert len(engine._free) == 95
 
 
 TINY = ("--device", "cpu", "--prompt-tokens", "60", "--step-tokens", "32", "--repeats", "1", "--host-gib", "0.01")

@@ -26,7 +26,7 @@ class Attention(nn.Module):
 class Model(nn.Module):
     def __init__(self, calls: list[str]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"attention": Attention(f"a{i}", calls)}) for i in range(2))
+        self.layers: Any = nn.ModuleList(nn.ModuleDict({"attention": Attention(f"a{i}", calls)}) for i in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -215,7 +215,8 @@ def session(engine: FakeEngine, system: str = LAYERSTREAM, *, tokens: int = 64) 
 @pytest.mark.usefixtures("quick")
 class TestSession:
     def test_everything_asked_for_is_observed(self) -> None:
-        measured, seen = session(FakeEngine())
+        engine = FakeEngine()
+        measured, seen = session(engine)
         measured.measure()
         counts = {(o.kind, o.case): 0 for o in seen}
         for each in seen:
@@ -227,6 +228,7 @@ class TestSession:
         assert {o.value for o in seen if o.kind == "decode"} == {1.0}
         hits = {o.case: o.detail["cached_tokens"] for o in seen if o.kind == "hit"}
         assert hits == {WHOLE: 48, LAST: 48, HALF: 32}
+        assert {served for served in engine.log if served[1]} == {(64, 48), (49, 48), (64, 32)}
 
     def test_without_a_connector_nothing_is_loaded(self) -> None:
         measured, seen = session(FakeEngine(connector=False), PLAIN)
@@ -621,6 +623,11 @@ class TestRun:
         assert found.rows[0].failure == "not run: too big"
         assert len(found.rows) > 10
         assert said[0] == "big: not run: too big"
+
+    def test_a_run_in_which_nothing_could_run_is_no_success(self, tmp_path: Path) -> None:
+        whole, _, _ = measure(tmp_path, lambda *_: Ran(), models=[NotRun(name="big", reason="too big")])
+        assert not whole
+        assert [row.failure for row in read_results(tmp_path / "gpu_serve.json").rows] == ["not run: too big"]
 
     def test_without_vllm_it_says_so(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

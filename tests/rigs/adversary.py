@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from layerstream.streams.virtual import VirtualDevice
     from layerstream.streams.virtual_streams import VirtualStream
 
-SWITCH = 0.1
+SWITCH = 0.03
 """Chance, at each operation, that one stream's priority is drawn anew."""
-BACKLOGS = (0, 0, 1, 3, 12, 1_000_000)
-"""Operations run between two submissions: mostly few, so that work piles up, and now and then all."""
+ASLEEP = 0.25
+"""Streams of a lower priority run nothing between submissions."""
+BACKLOGS = (0, 0, 3, 12, 1_000_000)
+"""Operations run between two submissions: often none, so that work piles up, and now and then all."""
 
 
 class Adversary:
@@ -26,30 +28,44 @@ class Adversary:
         self._dice = dice
         self._priorities: dict[VirtualStream, float] = {}
 
-    def __call__(self, ready: list[VirtualStream]) -> VirtualStream:
+    def run(self, device: VirtualDevice) -> None:
+        """Run all that can run."""
+        device.run(self._choose)
+
+    def run_some(self, device: VirtualDevice) -> None:
+        """Run a random number of operations, and none of a stream that is asleep."""
+        left = self._dice.choice(BACKLOGS)
+
+        def choose(ready: list[VirtualStream]) -> VirtualStream:
+            nonlocal left
+            stream = self._choose(ready)
+            if left == 0 or self._priorities[stream] < ASLEEP:
+                raise _Enough
+            left -= 1
+            return stream
+
+        with suppress(_Enough):
+            device.run(choose)
+
+    def _choose(self, ready: list[VirtualStream]) -> VirtualStream:
         for stream in ready:
             self._priorities.setdefault(stream, self._dice.random())
         if self._dice.random() < SWITCH:
             self._priorities[self._dice.choice(ready)] = self._dice.random()
         return max(ready, key=self._priorities.__getitem__)
 
-    def run(self, device: VirtualDevice) -> None:
-        """Run all that can run."""
-        device.run(self)
 
-    def run_some(self, device: VirtualDevice) -> None:
-        """Run a random number of operations."""
-        left = self._dice.choice(BACKLOGS)
+def run_all_but(device: VirtualDevice, name: str) -> None:
+    """Run all that can run while one stream, by its name, does nothing."""
 
-        def choose(ready: list[VirtualStream]) -> VirtualStream:
-            nonlocal left
-            if left == 0:
-                raise _Enough
-            left -= 1
-            return self(ready)
+    def choose(ready: list[VirtualStream]) -> VirtualStream:
+        for stream in ready:
+            if stream.name != name:
+                return stream
+        raise _Enough
 
-        with suppress(_Enough):
-            device.run(choose)
+    with suppress(_Enough):
+        device.run(choose)
 
 
 class _Enough(Exception):

@@ -77,8 +77,8 @@ class FakeStream:
 
     def query(self) -> bool:
         self._api.check()
-        if self._api.graph is not None and self._api.graph.stream is self:
-            self._api.graph.spoil("cudaStreamQuery of a capturing stream")
+        if self._api.capturing is not None and self._api.capturing.stream is self:
+            self._api.capturing.spoil("cudaStreamQuery of a capturing stream")
         return not self.pending
 
     def synchronize(self) -> None:
@@ -90,7 +90,7 @@ class FakeStream:
 
     def push(self, operation: Operation, *, external: bool = True) -> None:
         """Queue an operation, or make it part of the graph that is being captured."""
-        graph = self._api.graph
+        graph = self._api.capturing
         if graph is None:
             self.pending.append(operation.now(self) if operation.now else operation)
             return
@@ -146,7 +146,7 @@ class FakeEvent:
 
     def waited(self, stream: FakeStream) -> Operation:
         """A wait for what is recorded now; in a graph, as `FakeCuda.graph_waits` says."""
-        live = self._api.graph is not None and self._api.graph_waits == "live"
+        live = self._api.capturing is not None and self._api.graph_waits == "live"
 
         def at(stream: FakeStream) -> Operation:
             seen = self.point
@@ -194,13 +194,13 @@ class FakeGraph:
         stream = self._api.current_stream()
         if stream.number == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
-        if self._api.graph is not None:
+        if self._api.capturing is not None:
             raise RuntimeError("a capture is under way")
-        self.stream, self._api.graph = stream, self
+        self.stream, self._api.capturing = stream, self
         self._api.capture_modes.append(capture_error_mode)
 
     def capture_end(self) -> None:
-        self._api.graph = None
+        self._api.capturing = None
         if self._spoilt is not None:
             raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture ({self._spoilt})")
 
@@ -212,7 +212,7 @@ class FakeGraph:
     def replay(self) -> None:
         stream = self._api.current_stream()
         self._api.log.append(Entry("replay", stream.number))
-        assert self._api.graph is None, "graphs are not replayed inside a capture"
+        assert self._api.capturing is None, "graphs are not replayed inside a capture"
         for node in self.nodes:
             stream.push(node)
 
@@ -228,7 +228,7 @@ class FakeCuda:
         self.work_s = WORK_S
         self.pinned_bytes: list[int] = []
         """Sizes of the pinned tensors that were made."""
-        self.graph: FakeGraph | None = None
+        self.capturing: FakeGraph | None = None
         """What is being captured."""
         self.graph_waits: Literal["launch", "live"] = "launch"
         """What a captured wait waits for: what is recorded when its graph is launched, or when the wait is reached."""
@@ -253,7 +253,7 @@ class FakeCuda:
         return FakeGraph(self)
 
     def is_current_stream_capturing(self) -> bool:
-        return self.graph is not None and self.graph.stream is self._current
+        return self.capturing is not None and self.capturing.stream is self._current
 
     def current_stream(self, device: torch.device | None = None) -> FakeStream:
         return self._current
@@ -431,7 +431,13 @@ class FakeRuntime:
         self.registered: dict[int, int] = {}
         self.calls: list[tuple[int, int]] = []
         self.last_error = 0
+        self.device = 0
+        """The calling thread's."""
         self._refuse_from = refuse_from
+
+    def cudaSetDevice(self, index: int) -> int:  # noqa: N802
+        self.device = index
+        return 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         self.calls.append((address, nbytes))

@@ -86,9 +86,11 @@ class SchedulerRig:
             {name: torch.full((num_blocks, 1, BLOCK, 4), -1, dtype=torch.int64) for name in self.layers}
             for _ in range(ranks)
         ]
-        for worker, tensors in zip(self.workers, self.kv, strict=True):
+        shakes = {}
+        for rank, (worker, tensors) in enumerate(zip(self.workers, self.kv, strict=True)):
+            self.config.parallel_config.rank = rank  # as vLLM's workers do in processes of their own
             worker.register_kv_caches(tensors)
-        shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+            shakes[0, rank] = worker.get_handshake_metadata()
         self.connector.set_xfer_handshake_metadata_pp_aware(shakes)
         self.aggregator = KVOutputAggregator(ranks)
         self.requests: dict[str, Request] = {}

@@ -27,8 +27,10 @@ class Traffic:
         self._dice = random.Random(seed)
         self.adversary = Adversary(random.Random(-1 - seed))
         self._free = list(range(BLOCKS))
-        self._published: list[int] = []
-        self._unused = list(range(PAGES))
+        self._published = list(range(PAGES // 2))
+        """Pages that may be loaded, those longest so first."""
+        self._room = list(range(PAGES // 2, PAGES))
+        """Other pages that may be written."""
         self._reading: Counter[int] = Counter()
         self._jobs: dict[int, tuple[Job, list[int]]] = {}
         self._last_job = 0
@@ -46,12 +48,13 @@ class Traffic:
         writes = self._take(blocks)
         jobs: list[Job] = []
         loaded: list[int] = []
-        for kind, chance in ((JobKind.LOAD, 0.6), (JobKind.PARKED_LOAD, 0.4)):
+        for kind in (JobKind.LOAD, JobKind.PARKED_LOAD):
             count = min(dice.randint(1, MOST), len(self._published), len(blocks))
-            if count == 0 or dice.random() > chance:
+            if count == 0 or dice.random() < 0.4:
                 continue
             targets, blocks = blocks[:count], blocks[count:]
-            pages = dice.sample(self._published, count)
+            # What was published last may be what is not quite complete.
+            pages = dice.sample(self._published[-2 * count :], count)
             self._reading.update(pages)
             jobs.append(self._job(kind, targets, pages))
             if kind is JobKind.LOAD:
@@ -59,12 +62,10 @@ class Traffic:
             else:
                 self._free = [block for block in self._free if block not in targets]
         old = [page for page in self._published if not self._reading[page]]
-        room = dice.sample(self._unused, len(self._unused)) + dice.sample(old, len(old))
-        dice.shuffle(room)
-        if writes and room and dice.random() < 0.8:
-            pages = room[: len(writes)]
+        pages = (dice.sample(old, len(old)) + self._room if dice.random() < 0.5 else self._room + old)[: len(writes)]
+        if pages and dice.random() < 0.8:
             self._published = [page for page in self._published if page not in pages]
-            self._unused = [page for page in self._unused if page not in pages]
+            self._room = [page for page in self._room if page not in pages]
             jobs.append(self._job(JobKind.SAVE, writes[: len(pages)], pages))
         self._rig.step(
             *jobs,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layerstream.streams.races import Race
 
 PATHS = ("staged", "zero_copy", "batch_dma", "graph")
-"""Transfer paths; "graph" submits loads as one captured graph and stages saves."""
+"""Every way to transfer; "graph" submits loads as one captured graph and stages saves."""
 LAYERS, BLOCKS, PAGES = 3, 24, 32
 WORDS = 8
 """`int64` in a page."""
@@ -71,7 +71,8 @@ class VirtualRig:
             budget_bytes=max(LAYERS * 4096, PAGES // CHUNK_BLOCKS * slot_bytes),
         )
         self.pool = [pool.span(layer, 0, PAGES).view(torch.int64).view(PAGES, WORDS) for layer in range(LAYERS)]
-        for layer in range(LAYERS):
+        for layer, pages in enumerate(self.pool):
+            pages.copy_(-(100 * layer + torch.arange(PAGES) + 2)[:, None])
             self.device.label(pool.span(layer, 0, PAGES), f"host pool, layer {layer}")
         cache = PagedCache(geometry, storages)
         # Every longer transfer wraps around its ring.

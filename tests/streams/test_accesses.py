@@ -35,6 +35,10 @@ def test_ranges_cover_the_same_bytes_and_do_not_touch(given_pairs: list[tuple[in
     assert spread.dtype == np.int64 and spread.shape[1:] == (2,)
 
 
+def test_ranges_that_touch_become_one() -> None:
+    assert ranges([(8, 12), (0, 4), (4, 8), (13, 14), (13, 13)]).tolist() == [[0, 12], [13, 14]]
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 6)), max_size=5))
 def test_a_batch_that_touches_bytes_twice_is_seen(rows: list[tuple[int, int, int]]) -> None:
     columns = np.array(rows, dtype=np.uint64).reshape(-1, 3).T.copy()
@@ -149,6 +153,21 @@ def test_what_was_not_told_of_a_table_is_no_page() -> None:
     memory = torch.zeros(4, dtype=torch.int32)
     tables.set(memory[1:3], [5, 6])
     assert tables.ids(memory).tolist() == [-1, 5, 6, -1]
+
+
+def test_copies_of_tables_are_tables() -> None:
+    tables = TableCopies()
+    table, memory = torch.zeros(4, dtype=torch.int32), torch.zeros(24, dtype=torch.uint8)
+    tables.set(table, [1, 2, 3, 4])
+    tables.copied(memory[8:24], table.view(torch.uint8))
+    assert tables.ids(memory.view(torch.int32)).tolist() == [-1, -1, 1, 2, 3, 4]
+    tables.copied(memory[:8], torch.tensor([7, 8], dtype=torch.int32).view(torch.uint8))
+    assert tables.ids(memory.view(torch.int32)[:3]).tolist() == [7, 8, 1]
+    tables.copied(memory[4:12], torch.empty(8, dtype=torch.uint8, device="meta"))
+    assert tables.ids(memory.view(torch.int32)[:4]).tolist() == [7, -1, -1, 2]
+    other = torch.zeros(4, dtype=torch.uint8)
+    tables.copied(other, torch.zeros(4, dtype=torch.uint8))
+    assert len(tables._tables) == 2
 
 
 def test_a_dropped_table_is_forgotten() -> None:

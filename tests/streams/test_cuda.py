@@ -189,7 +189,7 @@ def test_what_cuda_refuses_to_capture_is_a_transfer_error(api: FakeCuda) -> None
     with pytest.raises(TransferError, match=r"'a' could not be captured: .*cudaStreamQuery") as caught:
         device.capture(stream, ask)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert device.capturing.stream is None and api.graph is None
+    assert device.capturing.stream is None and api.capturing is None
 
 
 def test_an_error_that_was_swallowed_still_ends_the_capture(api: FakeCuda) -> None:

@@ -24,6 +24,19 @@ def test_a_failed_unregistration_is_told_and_leaves_no_error_behind(caplog: pyte
     assert runtime.last_error == 0
 
 
+@pytest.mark.parametrize("call", ["register", "unregister"])
+def test_memory_is_pinned_for_its_device_from_whatever_thread(call: str) -> None:
+    runtime = FakeRuntime()
+    pinner = CudaPinner(runtime, device=3)
+    pinner.register(4096, 100)
+    runtime.device = 0
+    if call == "register":
+        pinner.register(8192, 100)
+    else:
+        pinner.unregister(4096)
+    assert runtime.device == 3
+
+
 def test_without_a_runtime_every_registration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerstream.streams.pinning.loaded_cudart", lambda: None)
     assert CudaPinner().register(4096, 100) is False

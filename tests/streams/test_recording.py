@@ -361,6 +361,25 @@ def test_what_a_graph_touches_is_recorded_at_each_replay(rig: Rig) -> None:
     )
 
 
+def test_a_graph_touches_the_pages_of_the_table_it_finds(rig: Rig) -> None:
+    place = rig.device.empty(8)
+
+    def load(blocks: list[int]) -> None:
+        table = rig.device.table(blocks)
+        rig.a.wait(rig.recorded(rig.device.compute()))
+        rig.a.copy(place, table.view(torch.uint8))
+
+    load([-1, -1])
+    graph = rig.device.capture(
+        rig.a, lambda: rig.a.launch(rig.kernel(scatter_pages), rig.kv, rig.x, LAYER, place.view(torch.int32))
+    )
+    rig.b.copy(rig.kv[64:128], rig.y[64:128])
+    for blocks, pages in (([2, 3], 0), ([-1, 1], 1)):
+        load(blocks)
+        rig.a.replay(graph)
+        assert sum(race.nbytes for race in rig.device.races) == pages * LAYER.page_bytes
+
+
 def test_an_event_that_a_graph_records_orders_what_waits_for_it(rig: Rig) -> None:
     point = rig.device.event(in_graph=True)
 
@@ -385,6 +404,27 @@ def test_what_the_host_did_comes_before_what_it_queues(rig: Rig) -> None:
     rig.device.host_access(writes=spans(rig.host), what="fill")
     rig.a.copy(rig.kv, rig.host)
     assert rig.device.races == []
+
+
+def test_what_the_host_saw_done_comes_before_what_it_queues_anywhere(rig: Rig) -> None:
+    rig.b.copy(rig.y, rig.x)
+    rig.a.copy(rig.kv, rig.x)
+    rig.let_run(event := rig.recorded(rig.a))
+    assert event.done()
+    rig.b.copy(rig.kv, rig.x)
+    assert rig.device.races == []
+
+
+def test_an_event_that_is_not_done_orders_nothing() -> None:
+    virtual = VirtualDevice()
+    device = RecordingDevice(virtual)
+    stream = device.stream("a", priority=0)
+    host = torch.zeros(8, dtype=torch.uint8)
+    stream.copy(host, torch.ones(8, dtype=torch.uint8))
+    stream.record(event := device.event())
+    assert not event.done()
+    device.host_access(reads=spans(host), what="checksum")
+    assert len(device.races) == 1
 
 
 def test_a_closed_device_has_done_everything(rig: Rig) -> None:
@@ -423,6 +463,26 @@ def test_memory_that_was_dropped_has_no_past(rig: Rig) -> None:
     del tables
     rig.device.table([1])
     assert rig.device.races == []
+
+
+def test_a_name_goes_with_its_memory(rig: Rig) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    rig.device.label(memory, "scratch")
+    address = memory.data_ptr()
+    assert rig.device._labels.name(address) == "scratch + 0x0"
+    del memory
+    rig.device.host_access(what="anything")
+    assert "scratch" not in rig.device._labels.name(address)
+
+
+def test_new_memory_has_no_past_whoever_had_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = RecordingDevice(VirtualDevice())
+    a, b = device.stream("a", priority=0), device.stream("b", priority=0)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    device.declare(a, writes=[(memory.data_ptr(), memory.data_ptr() + 64)], what="an earlier owner")
+    monkeypatch.setattr(device.inner, "empty", lambda nbytes: memory)
+    b.copy(device.empty(64), torch.zeros(64, dtype=torch.uint8))
+    assert device.races == []
 
 
 def test_what_is_kept_does_not_grow_with_the_steps(rig: Rig) -> None:

@@ -17,9 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from layerstream import assembly
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.messages import WorkerReport
+from layerstream.host_pool import HostPool
 from layerstream.jobs import Report
+from tests.rigs.fake_pinning import FakePinner, until
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes
 
 OPTIONS = {"host_gib": 0.002, "chunk_tokens": 4 * BLOCK, "staging_mib": 1}
@@ -179,6 +182,48 @@ def test_a_pool_that_is_ready_at_once_is_told_of_as_such(make_rig: MakeRig, capl
         rig.serve("cold", prompt(100))
     assert "GiB, not pinned), loads" in caplog.text
     assert "ready" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+def test_pools_that_grow_at_different_steps_on_two_ranks(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    pins = [FakePinner(), FakePinner()]
+    unused = iter(pins)
+
+    def pool_of_segments(**arguments: Any) -> HostPool:
+        return HostPool(**{**arguments, "segment_bytes": 64 << 10, "pin": next(unused)})
+
+    monkeypatch.setattr(assembly, "HostPool", pool_of_segments)
+    rig = make_rig(ranks=2, options={"load_mode": mode, "host_gib": 0.0002})
+    for pin in pins:
+        pin.hold()
+    coordinator = rig.connector.scheduler._coordinator
+    pools = [worker.worker.engine.pool for worker in rig.workers]  # type: ignore[union-attr]
+    assert coordinator is not None
+    segment = pools[0].ready_slots
+    assert coordinator.planned_slots == pools[0].slots == 4 * segment
+    real_plan = coordinator.plan
+
+    def plan() -> Any:
+        step = real_plan()
+        pages = [first + count for job in step.jobs for first, count in job.pool_runs] if step is not None else []
+        assert max(pages, default=0) <= min(pool.ready_slots for pool in pools) * 4, "a page that a rank has not ready"
+        return step
+
+    monkeypatch.setattr(coordinator, "plan", plan)
+    seen = []
+    for turn, (rank, segments) in enumerate([(0, 1), (0, 2), (0, 4), (1, 2), (1, 4)]):
+        pins[rank].let(segments - pools[rank].ready_slots // segment)
+        until(lambda pool=pools[rank], slots=segments * segment: pool.ready_slots == slots)  # type: ignore[misc]
+        ids = prompt(segment * 4 * BLOCK, seed=turn)
+        rig.serve(f"cold {turn}", ids)
+        seen.append(coordinator.pool_slots // segment)
+        assert rig.scheduler.reset_prefix_cache()
+        assert rig.serve(f"warm {turn}", ids) > 0
+        assert_idle(rig)
+    assert seen == [1, 1, 1, 2, 4]
+    assert coordinator.pool_used > 2 * segment, "nothing lies in the part that came last"
 
 
 def test_an_idle_engine_finishes_its_saves(make_rig: MakeRig) -> None:
