@@ -64,14 +64,13 @@ class Served:
 class _CapturedWaits:
     """Hooks of a forward that is captured whole: they run in the capture alone, to add waits where those are on."""
 
-    def __init__(self, streamer: StreamEngine, names: Sequence[str]) -> None:
-        self._gates = streamer.in_graph
-        self._index = {name: index for index, name in enumerate(names)}
+    def __init__(self, gate: LayerGate) -> None:
+        self.names = gate.names
+        self._gate = gate
 
     def before(self, name: str) -> None:
         """Add the layer's wait to the graph."""
-        if self._gates is not None:
-            self._gates.capture_wait(self._index[name])
+        self._gate.capture(name)
 
     def after(self, name: str) -> None:
         """Nothing: layers that no hook saved are saved when the step ends."""
@@ -124,7 +123,7 @@ class MiniEngine:
         self._whole = whole and api is not None
         self.hooks = attach(
             model,
-            _CapturedWaits(self.streamer, names) if self._whole else self.gate,
+            _CapturedWaits(self.gate) if self._whole else self.gate,
             {f"{name}.attention": name for name in names},
         )
         sizes = [1 << power for power in range(step_tokens.bit_length()) if 1 << power < step_tokens]

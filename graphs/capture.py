@@ -9,12 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from layerstream.errors import LayerStreamError
-
-
-class GraphError(LayerStreamError, RuntimeError):
-    """A module cannot be captured, or what its graphs rely on changed since."""
-
 
 class Piece(Protocol):
     """A captured graph."""

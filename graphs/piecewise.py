@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from layerstream.errors import ConfigError
+from layerstream.errors import ConfigError, GraphError
 from layerstream.graphs.breaks import Muted, Pieces, Whole, run_into
-from layerstream.graphs.capture import GraphError
 from layerstream.graphs.places import Fixtures
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerstream.graphs.capture import GraphError
+from layerstream.errors import GraphError
 
 
 class Fixtures:

@@ -22,6 +22,7 @@ class LayerGate:
             names: per layer of the engine's geometry, the framework's name.
         """
         self._engine = engine
+        self.names = tuple(names)
         self._index = {name: index for index, name in enumerate(names)}
 
     def before(self, name: str) -> None:

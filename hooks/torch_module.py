@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Gate(Protocol):
     """What a layer passes: `layerstream.hooks.layer_gate.LayerGate` is one."""
 
+    names: tuple[str, ...]
+    """Layers it knows."""
+
     def before(self, name: str) -> None:
         """The layer is about to read its KV."""
 
@@ -52,13 +55,18 @@ def attach(module: torch.nn.Module, gate: Gate, layers: Mapping[str, str]) -> At
         layers: name of the submodule, as `module.named_modules()` has it, to the layer's name in `gate`.
 
     Raises:
-        ConfigError: a name is not a submodule's; nothing was attached.
+        ConfigError: a name is not a submodule's, or the gate has no such layer; nothing was attached.
     """
     found = dict(module.named_modules())
     if missing := sorted(set(layers) - set(found)):
         raise ConfigError(
             f"{type(module).__name__} has no submodule {', '.join(missing)}; use names of its named_modules(), such as "
             f"{', '.join(list(found)[1:4])}"
+        )
+    if unknown := sorted(set(layers.values()) - set(gate.names)):
+        raise ConfigError(
+            f"the gate has no layer {', '.join(unknown)}; its layers are {', '.join(gate.names[:3])}"
+            f"{', ...' if len(gate.names) > 3 else ''}"
         )
     if not layers:
         raise ConfigError("no layers to attach to; name at least one submodule")

@@ -19,6 +19,7 @@ from layerstream.engine import StreamEngine
 from layerstream.errors import ConfigError
 from layerstream.geometry import KVGeometry, layer_pages
 from layerstream.graphs.in_graph import EventGates, FlagGates
+from layerstream.graphs.wait_probe import captured_waits
 from layerstream.host_budget import asked_budget, default_budget
 from layerstream.host_pool import HostPool
 from layerstream.model_store import cache_dir
@@ -191,7 +192,7 @@ def _in_graph_gates(device: Device, layers: int, config: StreamConfig) -> InGrap
         )
         return None
     if config.in_graph_waits == "events":
-        return EventGates(device, layers)
+        return EventGates(device, layers, waits=captured_waits(device, device.driver()))
     return FlagGates(device, layers, device.driver())
 
 

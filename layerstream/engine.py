@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind, Report, StepPlan
-from layerstream.metrics import TransferStats
+from layerstream.ledger import Ledger
 from layerstream.pipeline.base import Move
-from layerstream.ranges import Ranges, layers_label
-from layerstream.timeline import LayerTimes, Timeline
+from layerstream.ranges import Ranges
 from layerstream.transfers import Part, Transfer
 
 if TYPE_CHECKING:
@@ -80,23 +79,19 @@ class StreamEngine:
         self._layers_per_gate = layers_per_gate
         self._graph_load = graph_load
         self.in_graph = in_graph
-        self._trace_dir = trace_dir
-        self._rank = rank
-        self._layers = len(geometry.layers)
-        self._ranges = Ranges([layer.name for layer in geometry.layers])
+        names = [layer.name for layer in geometry.layers]
+        self._layers = len(names)
+        self._ranges = Ranges(names)
         self._plan: StepPlan | None = None
         self._gated: Transfer | None = None
         self._parked: list[Transfer] = []
         self._save: Transfer | None = None
-        self._in_flight: list[Transfer] = []
         # A layer counts as hooked once its hook ran in a step whose hooks ran; until then its load is waited for
         # before the forward.
         self._hooked = bytearray(self._layers)
         self._ran = bytearray(self._layers)
         self._layerwise = False
-        self._stats = TransferStats()
-        self._told_slots = pool.ready_slots
-        """Slots of the pool that the scheduler half knows to be ready."""
+        self._ledger = Ledger(device=device, pool=pool, layers=names, trace_dir=trace_dir, rank=rank)
 
     def begin_step(self, plan: StepPlan | None) -> None:
         """Take one step's plan. A step before it that was not ended is ended first."""
@@ -287,7 +282,10 @@ class StreamEngine:
             return
         plan, self._plan = self._plan, None
         gated, save = self._gated, self._save
+        compute = self.device.compute()
         if gated is not None:
+            if gated.in_graph and self.in_graph is not None:
+                self.in_graph.end_step(compute)
             if self._layerwise and any(self._hooked) and not any(self._ran):
                 raise TransferError(
                     f"step {plan.step} loaded KV of requests {', '.join(gated.requests)} layer by layer, and no layer "
@@ -297,7 +295,6 @@ class StreamEngine:
             self._pass_gates(gated, range(self._layers))
         if self.sanitizer is not None:
             self.sanitizer.end_step()
-        compute = self.device.compute()
         if any(transfer.submitted is None for transfer in self._parked):
             self.start_loads(layerwise=False)
         ended = self._parked
@@ -314,98 +311,18 @@ class StreamEngine:
                 logger.exception("saving blocks of requests %s failed", ", ".join(save.requests))
             ended.append(save)
         if gated is not None:
-            if gated.in_graph and self.in_graph is not None:
-                self.in_graph.end_step(compute)
             gated.closed = self.device.event()
             compute.record(gated.closed)
             ended.append(gated)
         self._gated, self._parked, self._save = None, [], None
-        self._in_flight += ended
+        self._ledger.add(ended)
         self._ranges.end_step()
         if self.verifier is not None:
-            self._stats.verified_blocks += self.verifier.check(ended)
+            self._ledger.verified(self.verifier.check(ended))
 
     def poll(self) -> Report | None:
         """What has ended since the last call, or None. Never blocks."""
-        ready = self.pool.ready_slots
-        if not self._in_flight and ready == self._told_slots:
-            return None
-        report = Report()
-        if ready > self._told_slots:
-            self._told_slots = report.ready_slots[self._rank] = ready
-        waiting: list[Transfer] = []
-        for transfer in self._in_flight:
-            try:
-                finished = transfer.finished()
-            except TransferError:
-                logger.exception("moving blocks of requests %s failed", ", ".join(transfer.requests))
-                report.failed.update({job.job_id: 1 for job in transfer.jobs})
-                continue
-            if finished:
-                report.done.update({job.job_id: 1 for job in transfer.jobs})
-                self._count(transfer)
-            else:
-                waiting.append(transfer)
-        self._in_flight = waiting
-        if not (report.done or report.failed or report.ready_slots):
-            return None
-        report.stats, self._stats = self._stats, TransferStats()
-        return report
-
-    def _count(self, transfer: Transfer) -> None:
-        stats = self._stats
-        if transfer.kind is JobKind.SAVE:
-            stats.save_blocks += transfer.move.count
-            stats.save_bytes += transfer.nbytes
-            stats.save_seconds += sum(self.device.elapsed(part.begun, part.done) for part in transfer.parts)
-            return
-        end = transfer.ended or transfer.parts[-1].done
-        seconds = max(0.0, self.device.elapsed(transfer.parts[0].begun, end))
-        stats.load_blocks += transfer.move.count
-        stats.load_bytes += transfer.nbytes
-        stats.load_seconds += seconds
-        if transfer.kind is JobKind.LOAD and not transfer.in_graph:
-            stats.gated_load_seconds += seconds
-            stats.stall_seconds += sum(self.device.elapsed(*part.gate) for part in transfer.parts if part.gate)
-            # The events of a load submitted as one graph have no times.
-            if self._trace_dir is not None and transfer.ended is None:
-                self._write_timeline(transfer, self._trace_dir)
-
-    def _write_timeline(self, transfer: Transfer, folder: Path) -> None:
-        try:
-            self._timeline(transfer).write(folder, self._rank)
-        except OSError as error:
-            logger.warning("LayerStream: no more timelines, %s cannot be written: %s", folder, error)
-            self._trace_dir = None
-
-    def _timeline(self, transfer: Transfer) -> Timeline:
-        assert transfer.submitted is not None
-        assert transfer.closed is not None
-        origin = transfer.submitted
-
-        def since(event: Event) -> float:
-            return self.device.elapsed(origin, event)
-
-        parts = [(part, part.gate) for part in transfer.parts if part.gate is not None]
-        ends = [*(arrived for _, (arrived, _) in parts[1:]), transfer.closed]
-        names = [layer.name for layer in self.geometry.layers]
-        return Timeline(
-            step=transfer.step,
-            requests=transfer.requests,
-            blocks=transfer.move.count,
-            nbytes=transfer.nbytes,
-            layers=tuple(
-                LayerTimes(
-                    layer=layers_label(names[part.layers[0]], names[part.layers[-1]]),
-                    load_begin=since(part.begun),
-                    load_end=since(part.done),
-                    gate_begin=since(arrived),
-                    gate_end=since(passed),
-                    compute_end=since(end),
-                )
-                for (part, (arrived, passed)), end in zip(parts, ends, strict=True)
-            ),
-        )
+        return self._ledger.poll()
 
     def close(self, timeout_s: float) -> bool:
         """Finish queued work and free memory. False if work was still running after `timeout_s`."""

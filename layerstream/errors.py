@@ -3,6 +3,7 @@
     LayerStreamError
     ├── ConfigError          also ValueError           an option that cannot be used
     ├── GeometryError        also ValueError           a KV layout that is not understood
+    ├── GraphError           also RuntimeError         a captured forward cannot be replayed, or not captured
     ├── PoolError            also MemoryError          the host pool cannot be set up
     └── TransferError        also RuntimeError         bytes did not arrive as promised
         ├── TransferTimeout  also TimeoutError         a copy did not end by its deadline
@@ -22,6 +23,10 @@ class ConfigError(LayerStreamError, ValueError):
 
 class GeometryError(LayerStreamError, ValueError):
     """A KV cache layout is not understood; the message names the layer."""
+
+
+class GraphError(LayerStreamError, RuntimeError):
+    """A forward cannot be captured, or what was captured no longer fits what it is replayed on."""
 
 
 class PoolError(LayerStreamError, MemoryError):

@@ -15,6 +15,7 @@ KINDS: dict[str, type[Exception]] = {
     "LayerStreamError": Exception,
     "ConfigError": ValueError,
     "GeometryError": ValueError,
+    "GraphError": RuntimeError,
     "PoolError": MemoryError,
     "TransferError": RuntimeError,
     "TransferTimeout": TimeoutError,

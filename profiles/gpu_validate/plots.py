@@ -20,7 +20,7 @@ _INK, _FAINT = "#1f2933", "#d5dbe1"
 def _figure(width: float, columns: int) -> tuple[Any, Any] | None:
     try:
         from matplotlib.figure import Figure
-    except ImportError:
+    except KeyError:
         return None
     figure = Figure(figsize=(width, 4.2), dpi=160, layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]

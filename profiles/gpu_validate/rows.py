@@ -59,7 +59,7 @@ def met(row: Row) -> str:
 
 def faults(rows: Sequence[Row]) -> list[Row]:
     """Rows for which the run as a whole is not good: failed, missed, wrong, or checked by what sees nothing."""
-    return [row for row in rows if met(row) in {NO}]
+    return [row for row in rows if met(row) in {NO, "inconclusive"}]
 
 
 def _measured(row: Row) -> str:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from layerstream.errors import ConfigError
+from layerstream.errors import ConfigError, GraphError
 from layerstream.graphs.breaks import run_eagerly
-from layerstream.graphs.capture import GraphError
 from layerstream.graphs.piecewise import PiecewiseModule
 from tests.rigs.fake_graphs import FakeGraphs
 

@@ -93,6 +93,8 @@ def test_removed_hooks_are_gone(model: Model, gate: LayerGate, calls: list[str])
 def test_a_name_that_is_no_submodule_attaches_nothing(model: Model, gate: LayerGate, calls: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"Model has no submodule layers\.7\.attention; use names"):
         attach(model, gate, {**LAYERS, "layers.7.attention": "second"})
+    with pytest.raises(ConfigError, match=r"the gate has no layer third; its layers are first, second$"):
+        attach(model, gate, {"layers.0.attention": "first", "layers.1.attention": "third"})
     with pytest.raises(ConfigError, match="no layers"):
         attach(model, gate, {})
     model(torch.ones(1))

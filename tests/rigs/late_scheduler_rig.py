@@ -42,6 +42,8 @@ class LateSchedulerRig(SchedulerRig):
         self.devices: list[VirtualDevice] = []
         self.wrong: list[str] = []
         """What attention read that it should not have."""
+        self.stalled = False
+        """Whether the ranks run nothing for the time being."""
         self._adversaries: list[Adversary] = []
         self._dice = random.Random(seed)
 
@@ -74,13 +76,9 @@ class LateSchedulerRig(SchedulerRig):
         return [engine.device for engine in self.engines if isinstance(engine.device, RecordingDevice)]
 
     def step(self) -> SchedulerOutput:
-        self.run_some()
+        for rank in range(len(self.devices)):
+            self._run_some(rank)
         return super().step()
-
-    def run_some(self) -> None:
-        """Let each rank run a random number of operations."""
-        for device, adversary in zip(self.devices, self._adversaries, strict=True):
-            adversary.run_some(device)
 
     def run(self, limit: int = 10_000) -> int:
         """As `SchedulerRig.run`; then the devices run what is left."""
@@ -126,7 +124,11 @@ class LateSchedulerRig(SchedulerRig):
         rank = next(rank for rank, tensors in enumerate(self.kv) if any(tensor is cache for tensor in tensors.values()))
         device = self.devices[rank]
         device.work(device.compute(), 1e-5, operation)
-        self._adversaries[rank].run_some(device)
+        self._run_some(rank)
+
+    def _run_some(self, rank: int) -> None:
+        if not self.stalled:
+            self._adversaries[rank].run_some(self.devices[rank])
 
 
 def traffic(rig: LateSchedulerRig, seed: int, *, turns: int, most: int = 6) -> None:
@@ -147,7 +149,11 @@ def traffic(rig: LateSchedulerRig, seed: int, *, turns: int, most: int = 6) -> N
             stem = dice.choice(stems)
             tail = [dice.randrange(2, 1000) for _ in range(dice.randrange(1, 2 * BLOCK))]
             alive.append(f"r{turn}")
-            rig.add(alive[-1], stem[: dice.randrange(BLOCK, len(stem) + 1)] + tail, max_tokens=dice.choice([1, 2, 4 * BLOCK]))
+            rig.add(
+                alive[-1],
+                stem[: dice.randrange(BLOCK, len(stem) + 1)] + tail,
+                max_tokens=dice.choice([1, 2, 4 * BLOCK]),
+            )
         elif action < 0.65 and alive:
             rig.abort(alive.pop(dice.randrange(len(alive))))
         rig.forget_cached()

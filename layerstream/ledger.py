@@ -1,0 +1,136 @@
+"""Transfers that have not ended yet, and what a worker half reports of those that have: jobs, counts, timelines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstream.errors import TransferError
+from layerstream.jobs import JobKind, Report
+from layerstream.metrics import TransferStats
+from layerstream.ranges import layers_label
+from layerstream.timeline import LayerTimes, Timeline
+
+if TYPE_CHECKING:
+    from layerstream.host_pool import HostPool
+    from layerstream.streams.base import Device, Event
+    from layerstream.transfers import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Keeps transfers until their work is done, since that work uses what they own."""
+
+    def __init__(
+        self, *, device: Device, pool: HostPool, layers: Sequence[str], trace_dir: Path | None, rank: int
+    ) -> None:
+        """
+        Args:
+            device: tells the time between events.
+            pool: may still be growing, which reports say.
+            layers: the engine's layer names.
+            trace_dir: where timelines of gated loads are written; None writes none.
+            rank: names the timelines, and this rank in reports of a pool that grows.
+        """
+        self._device = device
+        self._pool = pool
+        self._layers = tuple(layers)
+        self._trace_dir = trace_dir
+        self._rank = rank
+        self._in_flight: list[Transfer] = []
+        self._stats = TransferStats()
+        self._told_slots = pool.ready_slots
+        """Slots of the pool that the scheduler half knows to be ready."""
+
+    def add(self, transfers: Sequence[Transfer]) -> None:
+        """Their step has ended; from here on they may be reported."""
+        self._in_flight += transfers
+
+    def verified(self, blocks: int) -> None:
+        """Count blocks whose bytes were compared."""
+        self._stats.verified_blocks += blocks
+
+    def poll(self) -> Report | None:
+        """What has ended since the last call, or None. Never blocks."""
+        ready = self._pool.ready_slots
+        if not self._in_flight and ready == self._told_slots:
+            return None
+        report = Report()
+        if ready > self._told_slots:
+            self._told_slots = report.ready_slots[self._rank] = ready
+        waiting: list[Transfer] = []
+        for transfer in self._in_flight:
+            try:
+                finished = transfer.finished()
+            except TransferError:
+                logger.exception("moving blocks of requests %s failed", ", ".join(transfer.requests))
+                report.failed.update({job.job_id: 1 for job in transfer.jobs})
+                continue
+            if finished:
+                report.done.update({job.job_id: 1 for job in transfer.jobs})
+                self._count(transfer)
+            else:
+                waiting.append(transfer)
+        self._in_flight = waiting
+        if not (report.done or report.failed or report.ready_slots):
+            return None
+        report.stats, self._stats = self._stats, TransferStats()
+        return report
+
+    def _count(self, transfer: Transfer) -> None:
+        stats = self._stats
+        if transfer.kind is JobKind.SAVE:
+            stats.save_blocks += transfer.move.count
+            stats.save_bytes += transfer.nbytes
+            stats.save_seconds += sum(self._device.elapsed(part.begun, part.done) for part in transfer.parts)
+            return
+        end = transfer.ended or transfer.parts[-1].done
+        seconds = max(0.0, self._device.elapsed(transfer.parts[0].begun, end))
+        stats.load_blocks += transfer.move.count
+        stats.load_bytes += transfer.nbytes
+        stats.load_seconds += seconds
+        if transfer.kind is JobKind.LOAD and not transfer.in_graph:
+            stats.gated_load_seconds += seconds
+            stats.stall_seconds += sum(self._device.elapsed(*part.gate) for part in transfer.parts if part.gate)
+            # The events of a load submitted as one graph have no times.
+            if self._trace_dir is not None and transfer.ended is None:
+                self._write_timeline(transfer, self._trace_dir)
+
+    def _write_timeline(self, transfer: Transfer, folder: Path) -> None:
+        try:
+            self._timeline(transfer).write(folder, self._rank)
+        except OSError as error:
+            logger.warning("LayerStream: no more timelines, %s cannot be written: %s", folder, error)
+            self._trace_dir = None
+
+    def _timeline(self, transfer: Transfer) -> Timeline:
+        assert transfer.submitted is not None
+        assert transfer.closed is not None
+        origin = transfer.submitted
+
+        def since(event: Event) -> float:
+            return self._device.elapsed(origin, event)
+
+        parts = [(part, part.gate) for part in transfer.parts if part.gate is not None]
+        ends = [*(arrived for _, (arrived, _) in parts[1:]), transfer.closed]
+        names = self._layers
+        return Timeline(
+            step=transfer.step,
+            requests=transfer.requests,
+            blocks=transfer.move.count,
+            nbytes=transfer.nbytes,
+            layers=tuple(
+                LayerTimes(
+                    layer=layers_label(names[part.layers[0]], names[part.layers[-1]]),
+                    load_begin=since(part.begun),
+                    load_end=since(part.done),
+                    gate_begin=since(arrived),
+                    gate_end=since(passed),
+                    compute_end=since(end),
+                )
+                for (part, (arrived, passed)), end in zip(parts, ends, strict=True)
+            ),
+        )
