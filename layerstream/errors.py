@@ -6,6 +6,7 @@
     ├── GraphError           also RuntimeError         a captured forward cannot be replayed, or not captured
     ├── PoolError            also MemoryError          the host pool cannot be set up
     └── TransferError        also RuntimeError         bytes did not arrive as promised
+        ├── RaceError                                  two accesses conflict, and no event orders them
         ├── TransferTimeout  also TimeoutError         a copy did not end by its deadline
         └── VerifyError                                bytes arrived, and are not those saved
 
@@ -35,6 +36,10 @@ class PoolError(LayerStreamError, MemoryError):
 
 class TransferError(LayerStreamError, RuntimeError):
     """A transfer that the engine relies on failed; the message names the requests."""
+
+
+class RaceError(TransferError):
+    """Two accesses to the same bytes, one of them a write, that no event orders (option `sanitize`)."""
 
 
 class TransferTimeout(TransferError, TimeoutError):

@@ -18,6 +18,7 @@ KINDS: dict[str, type[Exception]] = {
     "GraphError": RuntimeError,
     "PoolError": MemoryError,
     "TransferError": RuntimeError,
+    "RaceError": errors.TransferError,
     "TransferTimeout": TimeoutError,
     "VerifyError": errors.TransferError,
 }

@@ -19,7 +19,7 @@ from layerstream.first_touch import LOWEST_PRIORITY, TOUCH_BYTES
 from layerstream.host_pool import HostPool, Pinner
 from layerstream.registrations import PIN_BYTES
 from layerstream.segment_layout import ALIGNMENT
-from layerstream.streams.cuda import CudaPinner
+from layerstream.streams.pinning import CudaPinner
 from tests.rigs.fake_cuda import FakeRuntime
 from tests.rigs.fake_pinning import FakeMemory, FakePinner, no_thread_is_left, own_threads, until
 

@@ -17,13 +17,11 @@ from layerstream.streams.base import Event, Graph, Stream
 from layerstream.streams.capture import Capture, check_timing
 from layerstream.streams.cuda_streams import CudaEvent, CudaGraph, CudaStream
 from layerstream.streams.driver import CudaDriver
-from layerstream.streams.pinning import CudaPinner
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["TABLE_ENTRIES", "CudaDevice", "CudaPinner"]
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layerstream.errors import TransferError
 from layerstream.streams.accesses import ranges
 from layerstream.streams.labels import Labels
 from layerstream.streams.shadow import Conflict, Operation
-
-
-class RaceError(TransferError):
-    """Two accesses to the same bytes that no event orders; the message names both."""
 
 
 @dataclass(frozen=True, slots=True)

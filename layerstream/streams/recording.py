@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from layerstream.errors import RaceError
 from layerstream.streams.accesses import (
     Accesses,
     AccessFunction,
@@ -33,7 +34,7 @@ from layerstream.streams.accesses import (
 from layerstream.streams.base import Device, Event, Stream
 from layerstream.streams.cpu import CpuDevice
 from layerstream.streams.labels import Labels
-from layerstream.streams.races import Race, RaceError, races_of
+from layerstream.streams.races import Race, races_of
 from layerstream.streams.recording_streams import Note, RecordingEvent, RecordingGraph, RecordingStream
 from layerstream.streams.shadow import Access, Clock, Conflict, Operation, Shadow, join
 from layerstream.streams.tables import TableCopies

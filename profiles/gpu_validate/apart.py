@@ -97,7 +97,9 @@ def run_apart(part: Part, out: Path, options: Sequence[str], *, budget_s: float 
             if (left := deadline - time.monotonic()) <= 0:
                 yield from (failed(part.checks[number].title, OUT_OF_TIME) for number in todo)
                 return
-            command = [sys.executable, "-m", "profiles.gpu_validate", "--part", part.name, "--lines", str(lines)]
+            # Unbuffered, and with a stack where it crashes, so that the log has the last words of one that dies.
+            command = [sys.executable, "-u", "-X", "faulthandler", "-m", "profiles.gpu_validate", "--part", part.name]
+            command += ["--lines", str(lines)]
             command += ["--checks", ",".join(map(str, todo)), "--seconds", f"{left:.1f}", "--out", str(out), *options]
             watched = Watched(command, lines, log)
             try:

@@ -147,9 +147,8 @@ def two_in_flight(scene: Scene, forward: Forward) -> list[str]:
         queue_step(scene, number, blocks, in_graph=True)
         forward.replay(seen)
         scene.engine.end_step()
-    wait_for(lambda: scene.engine.poll() is not None)
     scene.drain()
-    scene.engine.poll()
+    scene.finish()
     pool = scene.pool_bytes()
     wrong = [f"first step, {each}" for each in differing(seen[0], pool)]
     return wrong + [f"second step, {each}" for each in differing(seen[1], [each.flip(0) for each in pool])]

@@ -30,7 +30,7 @@ def idle_steps_cost_nothing(bench: Bench) -> Iterator[Row]:
         job = Job(job_id=1, kind=JobKind.SAVE, request_id="r", block_ids=(1, 2, 3), pool_runs=((0, 3),))
         before = device.operations
         run_step(engine, gate, StepPlan(step=1, jobs=(job,)))
-        wait_for(lambda: engine.poll() is not None)
+        wait_for(lambda: reports_done(engine))
         counted = device.operations - before
         before = device.operations
         run_step(engine, gate, None)
@@ -61,6 +61,12 @@ def idle_steps_cost_nothing(bench: Bench) -> Iterator[Row]:
             scale=1e6,
             note="host time",
         )
+
+
+def reports_done(engine: StreamEngine) -> bool:
+    """Whether a job has been reported done since the last call."""
+    report = engine.poll()
+    return report is not None and bool(report.done)
 
 
 def run_step(engine: StreamEngine, gate: LayerGate, plan: StepPlan | None) -> None:

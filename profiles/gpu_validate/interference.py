@@ -13,7 +13,7 @@ from layerstream.pipeline.base import Move
 from layerstream.streams.base import Event
 from profiles.gpu_validate.bench import Bench, prepare_spin, spin, timing_event, wait_for
 from profiles.gpu_validate.paths import chosen_path
-from profiles.gpu_validate.plots import draw_interference
+from profiles.gpu_validate.plots import NO_BLOCKS, draw_interference
 from profiles.gpu_validate.rows import Row, Target, failed, right
 from profiles.gpu_validate.spinning import BUSY_BLOCK, busy_kernel
 from profiles.gpu_validate.world import World, world
@@ -108,7 +108,7 @@ def steps_beside_loads(bench: Bench) -> Iterator[Row]:
                 )
                 yield row
                 points = drawn[name].setdefault(path, [])
-                points.append((budget or 1, statistics.median(row.samples), statistics.median(rates)))
+                points.append((budget or NO_BLOCKS, statistics.median(row.samples), statistics.median(rates)))
         print(draw_interference(drawn, bench.out / "interference.png"))
 
 

@@ -165,9 +165,9 @@ def staged_step(bench: Bench, made: Any, request: Any, hit: int) -> tuple[float,
     streamer.begin_step(StepPlan(step=made._steps, jobs=(job,)))
     streamer.start_loads(layerwise=True)
     made.module(**tensors)
+    transfer = streamer._gated
     streamer.end_step()
     request.computed = len(request.tokens)
-    transfer = next(each for each in streamer._in_flight if each.kind is JobKind.LOAD)
     stats = made.drain()
     return streamer.device.elapsed(*transfer.parts[0].gate), stats.load_seconds
 

@@ -31,7 +31,7 @@ SHAPES = ((4 << 10, 2048), (16 << 10, 2048), (32 << 10, 2048), (64 << 10, 64), (
 
 def shapes(bench: Bench) -> tuple[tuple[int, int], ...]:
     """What is moved."""
-    return tuple((size, min(count, 64)) for size, count in SHAPES) if bench.sized(0, 1) else SHAPES
+    return tuple(dict.fromkeys((size, min(count, 64)) for size, count in SHAPES)) if bench.sized(0, 1) else SHAPES
 
 
 def kib(page_bytes: int, blocks: int) -> str:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from layerstream.rate_table import RateTable
 
 NO_PICTURE = "no picture: matplotlib is not installed"
+NO_BLOCKS = 1
+"""Stands for none on the logarithmic axis."""
 _COLORS = {"staged": LOAD, "zero_copy": WAIT, "batch_dma": COMPUTE}
 _OTHER = "#7048a8"
 _INK, _FAINT = "#1f2933", "#d5dbe1"
@@ -20,7 +22,7 @@ _INK, _FAINT = "#1f2933", "#d5dbe1"
 def _figure(width: float, columns: int) -> tuple[Any, Any] | None:
     try:
         from matplotlib.figure import Figure
-    except KeyError:
+    except ImportError:
         return None
     figure = Figure(figsize=(width, 4.2), dpi=160, layout="constrained")
     return figure, figure.subplots(1, columns, squeeze=False)[0]
@@ -72,7 +74,8 @@ def draw_rates(table: RateTable, path: Path) -> str:
         axes.minorticks_off()
         axes.set_ylim(bottom=0.0)
         _dress(axes, "host to GPU" if direction == "load" else "GPU to host", "KiB of a page", "GB/s")
-    panels[-1].legend(frameon=False, fontsize=9)
+    handles, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.suptitle(f"Transfer paths on {table.device}", color=_INK, fontsize=11.5)
     figure.savefig(path, facecolor="white")
     return path.name
@@ -82,7 +85,7 @@ def draw_interference(slowdowns: Mapping[str, Mapping[str, Sequence[tuple[int, f
     """How much slower a step becomes beside a load, against the copy's thread blocks; one panel a kind of step.
 
     Args:
-        slowdowns: step -> path -> (thread blocks, step time beside the load / alone, bytes per second).
+        slowdowns: step -> path -> (thread blocks or NO_BLOCKS, step beside the load / alone, bytes per second).
         path: file to write.
 
     Returns:
@@ -99,6 +102,9 @@ def draw_interference(slowdowns: Mapping[str, Mapping[str, Sequence[tuple[int, f
             axes.plot(blocks, ratios, color=_COLORS.get(name, _OTHER), marker="o", markersize=3.5, label=label)
         axes.axhline(1.0, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)))
         axes.set_xscale("log", base=2)
+        ticks = sorted({count for points in paths.values() for count, _, _ in points})
+        axes.set_xticks(ticks, ["none" if count == NO_BLOCKS else f"{count}" for count in ticks])
+        axes.minorticks_off()
         axes.legend(frameon=False, fontsize=9)
         _dress(axes, step, "most thread blocks of the copy", "step beside a load / alone")
     figure.savefig(path, facecolor="white")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from layerstream.errors import RaceError
 from layerstream.flights import Flights
 from layerstream.hooks.vllm.scheduler import BlockPoolHolds
 from layerstream.index import PrefixIndex
-from layerstream.streams.races import RaceError
 from tests.rigs.late_scheduler_rig import LateSchedulerRig, traffic
 from tests.rigs.scheduler_rig import BLOCK
 
@@ -72,7 +72,7 @@ def test_late_ranks_read_and_write_only_what_is_theirs(make_rig: MakeRig, path: 
 @pytest.mark.parametrize("mode", ["layerwise", "parked"])
 def test_the_traffic_preempts_evicts_and_aborts(make_rig: MakeRig, mode: str) -> None:
     """What the other tests rely on."""
-    preempted = evicted = loaded = 0
+    preempted = evicted = loaded = aborted = 0
     for seed in range(3):
         rig = make_rig(seed, "zero_copy", load_mode=mode, sanitize=False)
         traffic(rig, seed, turns=TURNS)
@@ -80,9 +80,11 @@ def test_the_traffic_preempts_evicts_and_aborts(make_rig: MakeRig, mode: str) ->
         preempted += sum(request.num_preemptions for request in rig.requests.values())
         evicted += stats.evicted_chunks
         loaded += stats.hit_tokens // BLOCK
+        aborted += rig.parked_aborts
     assert preempted > 0
     assert evicted > 0
-    assert loaded > 20
+    assert loaded > 15
+    assert (aborted > 0) is (mode == "parked")
 
 
 def no_pins(patch: pytest.MonkeyPatch) -> None:

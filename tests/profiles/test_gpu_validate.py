@@ -368,6 +368,20 @@ def test_logits_that_differ_are_seen(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert met(row) == "no", row
 
 
+def test_the_shortest_tail_that_hides_its_load_is_taken(gpu: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mini, "TAILS", (16, 32, 48))
+    full = dataclasses.replace(gpu, quick=False)
+    with mini.engine(gpu, graphs=False, options={"transfer_path": "staged"}) as (made, prompt):
+        monkeypatch.setattr(mini, "BALANCE", 0.0)
+        tail, found = mini.balanced_tail(full, made, prompt)
+        assert tail == 16
+        assert "no tail tried" not in found
+        monkeypatch.setattr(mini, "BALANCE", 1e9)
+        tail, found = mini.balanced_tail(full, made, prompt)
+        assert tail == 48
+        assert "no tail tried" in found
+
+
 @pytest.mark.parametrize("kind", ["flags", "events"])
 def test_gates_that_open_too_early_are_seen(gpu: Bench, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     gates = in_graph.FlagGates if kind == "flags" else in_graph.EventGates

@@ -68,5 +68,10 @@ def run_all_but(device: VirtualDevice, name: str) -> None:
         device.run(choose)
 
 
+def run_last(device: VirtualDevice, name: str) -> None:
+    """Run all that can run, and one stream, by its name, only where nothing else can go on."""
+    device.run(lambda ready: min(ready, key=lambda stream: stream.name == name))
+
+
 class _Enough(Exception):
     """As many operations have run as were asked for."""

@@ -11,6 +11,7 @@ import torch
 
 from layerstream.engine import StreamEngine
 from layerstream.jobs import JobKind
+from layerstream.ledger import Ledger
 from layerstream.streams.recording import RecordingDevice
 from layerstream.streams.recording_streams import RecordingEvent, RecordingStream
 from layerstream.transfers import Transfer
@@ -19,19 +20,20 @@ Plant = Callable[[pytest.MonkeyPatch], Callable[[], int]]
 """Plants a fault; what it returns tells how often the fault has shown."""
 
 
-def lost_edge(recorder: str, waiter: str, *, only_first: bool = False) -> Plant:
+def lost_edge(recorder: str, waiter: str, *, first_of_each: bool = False, only: int | None = None) -> Plant:
     """One stream's waits for what another recorded do nothing.
 
     Args:
         recorder: name of the stream that records the event.
         waiter: name of the stream that is to wait for it.
-        only_first: of each event, lose only the first wait.
+        first_of_each: of several waits for one event, lose the first and keep the others.
+        only: lose just the wait of this number, counted from 0.
     """
 
     def plant(patch: pytest.MonkeyPatch) -> Callable[[], int]:
         recorded_by: dict[int, tuple[RecordingEvent, str]] = {}
-        lost: dict[int, RecordingEvent] = {}
-        count = 0
+        met: dict[int, RecordingEvent] = {}
+        lost = matching = 0
         record, wait = RecordingStream.record, RecordingStream.wait
 
         def note(stream: RecordingStream, event: RecordingEvent) -> None:
@@ -39,17 +41,22 @@ def lost_edge(recorder: str, waiter: str, *, only_first: bool = False) -> Plant:
             record(stream, event)
 
         def lose(stream: RecordingStream, event: RecordingEvent) -> None:
-            nonlocal count
+            nonlocal lost, matching
             _, by = recorded_by.get(id(event), (event, ""))
-            if (by, stream.name) != (recorder, waiter) or (only_first and id(event) in lost):
+            if (by, stream.name) != (recorder, waiter):
                 wait(stream, event)
                 return
-            lost[id(event)] = event
-            count += 1
+            number, again = matching, id(event) in met
+            met[id(event)] = event
+            matching += 1
+            if (first_of_each and again) or only not in (None, number):
+                wait(stream, event)
+            else:
+                lost += 1
 
         patch.setattr(RecordingStream, "record", note)
         patch.setattr(RecordingStream, "wait", lose)
-        return lambda: count
+        return lambda: lost
 
     return plant
 
@@ -64,7 +71,7 @@ def early_report(kind: JobKind, at: Callable[[Transfer], bool]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> Callable[[], int]:
         count = 0
-        finished, book = Transfer.finished, StreamEngine._count
+        finished, book = Transfer.finished, Ledger._count
 
         def early(transfer: Transfer) -> bool:
             nonlocal count
@@ -73,13 +80,13 @@ def early_report(kind: JobKind, at: Callable[[Transfer], bool]) -> Plant:
             count += 1
             return at(transfer)
 
-        def skip(engine: StreamEngine, transfer: Transfer) -> None:
+        def skip(ledger: Ledger, transfer: Transfer) -> None:
             # Nobody can tell the times of what is not over.
             if transfer.kind is not kind:
-                book(engine, transfer)
+                book(ledger, transfer)
 
         patch.setattr(Transfer, "finished", early)
-        patch.setattr(StreamEngine, "_count", skip)
+        patch.setattr(Ledger, "_count", skip)
         return lambda: count
 
     return plant
@@ -136,4 +143,19 @@ def late_saves_dropped(patch: pytest.MonkeyPatch) -> Callable[[], int]:
 
     patch.setattr(StreamEngine, "end_step", end)
     patch.setattr(StreamEngine, "_queue_save", drop)
+    return lambda: count
+
+
+def hooks_taken_for_granted(patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Loads rely on the hooks of every layer, whether or not these ever ran."""
+    count = 0
+    start = StreamEngine.start_loads
+
+    def trust(engine: StreamEngine, **arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        engine._hooked = bytearray(b"\1" * len(engine._hooked))
+        start(engine, **arguments)
+
+    patch.setattr(StreamEngine, "start_loads", trust)
     return lambda: count

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from layerstream.backends import open_device, open_path
 from layerstream.engine import StreamEngine
@@ -42,6 +43,8 @@ class LateSchedulerRig(SchedulerRig):
         self.devices: list[VirtualDevice] = []
         self.wrong: list[str] = []
         """What attention read that it should not have."""
+        self.parked_aborts = 0
+        """Requests that were aborted while their load was under way."""
         self.stalled = False
         """Whether the ranks run nothing for the time being."""
         self._adversaries: list[Adversary] = []
@@ -74,6 +77,10 @@ class LateSchedulerRig(SchedulerRig):
     def recorders(self) -> list[RecordingDevice]:
         """Per rank; none without `sanitize`."""
         return [engine.device for engine in self.engines if isinstance(engine.device, RecordingDevice)]
+
+    def abort(self, name: str) -> None:
+        self.parked_aborts += self.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        super().abort(name)
 
     def step(self) -> SchedulerOutput:
         for rank in range(len(self.devices)):
@@ -156,6 +163,8 @@ def traffic(rig: LateSchedulerRig, seed: int, *, turns: int, most: int = 6) -> N
             )
         elif action < 0.65 and alive:
             rig.abort(alive.pop(dice.randrange(len(alive))))
+        elif action < 0.67:
+            rig.scheduler.reset_prefix_cache(reset_connector=True)
         rig.forget_cached()
         rig.step()
     rig.run()

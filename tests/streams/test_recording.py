@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerstream.errors import TransferError
+from layerstream.errors import RaceError, TransferError
 from layerstream.geometry import LayerPages
 from layerstream.kernels.reference import gather_layers, gather_pages, scatter_layers, scatter_pages
 from layerstream.streams import recording
@@ -19,7 +19,6 @@ from layerstream.streams.accesses import Accesses, AccessFunction, page_accesses
 from layerstream.streams.base import CopyBatch, Event, Stream
 from layerstream.streams.cpu import CpuDevice
 from layerstream.streams.cuda import CudaDevice
-from layerstream.streams.races import RaceError
 from layerstream.streams.recording import RecordingDevice
 from layerstream.streams.virtual import VirtualDevice
 from tests.rigs.fake_cuda import FakeCuda
