@@ -111,6 +111,8 @@ def build_engine(
         pin=pinner,
         cores=memory_cores(storages[0].device),
     )
+    if sanitizer is not None:
+        sanitizer.label_pool(pool)
     cache = PagedCache(geometry, storages)
     paths = _open_paths(device, cache, pool, kernels, config)
     warm_up(device, cache, pool, kernels)

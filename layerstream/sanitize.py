@@ -1,7 +1,9 @@
 """Finds races while an engine serves (option `sanitize`): every access of a step is followed, the model's included.
 
 The model's kernels do not pass the device seam, so the scheduler half says with each step which blocks the step writes
-and reads, and the hooks say when: a layer's KV is written before its gate and read behind it.
+and reads, and the hooks say when: a layer's KV is written before its gate and read behind it. What a layer without a hook
+touches is told at the end of the step, behind the gates that are passed there: a hook that is relied upon and does not run is the
+one fault that is not seen as a race.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from layerstream.geometry import KVGeometry, LayerPages
+    from layerstream.host_pool import HostPool
     from layerstream.jobs import ModelAccess
     from layerstream.streams.recording import RecordingDevice
 
@@ -39,6 +42,12 @@ class Sanitizer:
         self._access: ModelAccess | None = None
         self._written: set[int] = set()
         self._read: set[int] = set()
+
+    def label_pool(self, pool: HostPool) -> None:
+        """Name the pool's memory in messages."""
+        for first in range(0, pool.pages, pool.pages_per_segment):
+            for index, layer in enumerate(self._layers):
+                self._device.label(pool.span(index, first, pool.pages_per_segment), f"host pool, layer {layer.name}")
 
     def begin_step(self, access: ModelAccess | None) -> None:
         """Take what the model of this step touches; None if nobody knows."""
