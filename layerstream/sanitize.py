@@ -1,9 +1,9 @@
 """Finds races while an engine serves (option `sanitize`): every access of a step is followed, the model's included.
 
 The model's kernels do not pass the device seam, so the scheduler half says with each step which blocks the step writes
-and reads, and the hooks say when: a layer's KV is written before its gate and read behind it. What a layer without a hook
-touches is told at the end of the step, behind the gates that are passed there: a hook that is relied upon and does not run is the
-one fault that is not seen as a race.
+and reads, and the hooks say when: a layer's KV is written before its gate and read behind it. What a layer without a
+hook touches is told at the end of the step, behind the gates that are passed there: a hook that is relied upon and does
+not run is the one fault that is not seen as a race.
 """
 
 from __future__ import annotations

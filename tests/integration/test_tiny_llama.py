@@ -40,7 +40,7 @@ def small_engine(tiny_llama: Path) -> Iterator[VllmEngine]:
     """20 blocks of KV cache, a pool of 6 chunks of 2 blocks, and the transfer path of a GPU engine."""
     engine = VllmEngine(
         tiny_llama,
-        options={"host_gib": 26 * (1 << 20) / (1 << 30), "verify": True, "transfer_path": "staged"},
+        options={"host_gib": 26 * (1 << 20) / (1 << 30), "verify": True, "sanitize": True, "transfer_path": "staged"},
         num_gpu_blocks_override=20,
         max_num_batched_tokens=512,
         max_num_seqs=6,
@@ -87,7 +87,7 @@ def restarted_engine(tiny_llama: Path, small_engine: VllmEngine) -> Iterator[Vll
     """The engine started again, after one that had saved; loads are parked."""
     serve(small_engine, prompt(3 * BLOCK + 5, seed=20))
     small_engine.close()
-    engine = VllmEngine(tiny_llama, options={"host_gib": 0.25, "verify": True, "load_mode": "parked"})
+    engine = VllmEngine(tiny_llama, options={"host_gib": 0.25, "verify": True, "sanitize": True, "load_mode": "parked"})
     yield engine
     engine.close()
 
