@@ -39,6 +39,8 @@ class WorkerHalf:
         self._config = config
         self._hooks_tell_layers = hooks_tell_layers(vllm_config)
         self._gate: LayerGate | None = None
+        self._captures_waits = False
+        """Whether graphs of the whole forward are to hold a wait for each layer."""
         self.engine: StreamEngine | None = None
         """None until KV caches are registered, after `close`, and on an engine that is not supported."""
 
@@ -66,6 +68,7 @@ class WorkerHalf:
             rank=parallel.rank,
         )
         self._gate = LayerGate(self.engine, group.layer_names)
+        self._captures_waits = self._hooks_tell_layers and self.engine.in_graph is not None
 
     def info(self) -> RankInfo | None:
         """What the scheduler half is told about this rank; None on an engine that is not supported."""
@@ -101,7 +104,7 @@ class WorkerHalf:
         """
         engine = self.engine
         if engine is not None:
-            ready = self._hooks_tell_layers and engine.in_graph is not None and engine.in_graph.captured_whole()
+            ready = self._captures_waits and engine.in_graph is not None and engine.in_graph.captured_whole()
             mode = forward_gate_mode(context, call, in_graph_ready=ready)
             engine.start_loads(
                 layerwise=self._hooks_tell_layers and mode is GateMode.LAYERWISE,
@@ -110,12 +113,7 @@ class WorkerHalf:
 
     def capturing(self) -> bool:
         """Whether the model's forward is being captured as a whole, and waits are to be captured with it."""
-        return (
-            self.engine is not None
-            and self.engine.in_graph is not None
-            and self._hooks_tell_layers
-            and torch.cuda.is_current_stream_capturing()
-        )
+        return self._captures_waits and torch.cuda.is_current_stream_capturing()
 
     def before_layer(self, name: str) -> None:
         """A layer's attention is about to read its KV, or is captured doing so."""
@@ -128,8 +126,9 @@ class WorkerHalf:
 
     def after_layer(self, name: str) -> None:
         """A layer's attention is queued, or captured."""
-        if self._gate is not None and self._hooks_tell_layers and not self.capturing():
-            self._gate.after(name)
+        if self._gate is None or not self._hooks_tell_layers or self.capturing():
+            return
+        self._gate.after(name)
 
     def end_step(self) -> None:
         """The forward is queued."""

@@ -89,6 +89,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphRig]:
     rig.gates = NodeGates(engine.device)
     rig.gates.layers = len(rig.layers)
     engine.in_graph = rig.gates
+    rig.workers[0].worker._captures_waits = True
     yield rig
     rig.close()
     kv_transfer_state._KV_CONNECTOR_AGENT = None
