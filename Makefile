@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
+GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full check bench gpu-validate clean
@@ -31,8 +33,8 @@ check: setup ## lint, types, import rules and the contents of the wheel
 bench: setup ## measure against the targets: about an hour, with the machine left alone
 	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
 
-gpu-validate: setup ## check bytes, order and speed on this machine's GPU (eight minutes)
-	@$(BIN)/python -m profiles.gpu_validate
+gpu-validate: ## prove the GPU path on this machine's GPU, in at most eight minutes (GPU_PYTHON: a python with its torch)
+	@$(GPU_PYTHON) -m profiles.gpu_validate
 
 clean: ## remove what builds and tools leave behind, but not .venv
 	@rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

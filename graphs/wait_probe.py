@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+
 from layerstream.errors import TransferTimeout
 
 if TYPE_CHECKING:
@@ -29,24 +31,22 @@ def captured_waits(
         TransferTimeout: the device ran neither; `EventGates` cannot be used on it.
         TransferError: something was refused.
     """
-    runner, recorder, opener = (device.stream(f"layerstream-probe-{part}", priority=0) for part in "abc")
-    start, release = device.table([0]), device.table([0])
-    uploaded, event, ended = device.event(), device.event(in_graph=True), device.event()
-    device.compute().record(uploaded)
-    for stream in (runner, recorder, opener):
-        stream.wait(uploaded)
+    runner, recorder = (device.stream(f"layerstream-probe-{part}", priority=0) for part in ("graph", "event"))
+    # Opened by the host: a stream that opened one might share a queue of the device with the stream that waits.
+    start, release = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
+    event, ended = device.event(in_graph=True), device.event()
     recorder.record(event)
     runner.wait(event)
     graph = device.capture(runner, lambda: runner.wait(event))
-    handles = [int(cast(Any, stream).raw.cuda_stream) for stream in (runner, recorder, opener)]
+    handles = [int(cast(Any, stream).raw.cuda_stream) for stream in (runner, recorder)]
     driver.wait_value(handles[0], start.data_ptr(), 1)
     runner.replay(graph)
     runner.record(ended)
     driver.wait_value(handles[1], release.data_ptr(), 1)
     recorder.record(event)
-    driver.write_value(handles[2], start.data_ptr(), 1)
+    start.fill_(1)
     passed = _comes(ended.done, patience_s, pause)
-    driver.write_value(handles[2], release.data_ptr(), 1)
+    release.fill_(1)
     if not _comes(lambda: ended.done() and event.done(), HANG_S, pause):
         raise TransferTimeout(
             f"a graph that waits for an event did not end in {HANG_S:g} s though the event was recorded; do not use "

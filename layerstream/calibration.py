@@ -87,6 +87,9 @@ def machine_rates(place: torch.device, page_bytes: int, folder: Path) -> RateTab
     table = read_rates(folder, device_name(place), software(place))
     if table is not None and page_bytes in table.page_sizes():
         return table
+    if not points((page_bytes,), BLOCK_COUNTS):
+        logger.info("LayerStream: pages of %d bytes are too large to measure paths with; loads are staged", page_bytes)
+        return None
     began = time.monotonic()
     try:
         table = calibrate(place, page_sizes=(page_bytes,), known=table)

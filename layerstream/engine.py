@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GROUPS_AHEAD = 4
+"""Groups of layers whose load is queued before the hook that waits for them. Queueing all of a load first would hold up
+the first layer by the host's time for all of them (32 layers of a long prefix are hundreds of copies and launches), and
+fill the device's launch queues, where the host would block."""
+
 
 class StreamEngine:
     """Moves the blocks of each step's jobs between KV cache and host pool, layer by layer."""
@@ -169,10 +174,10 @@ class StreamEngine:
             if table is not None and self._graph_load is not None:
                 self._submit_graph(self._graph_load, gated, table, submitted)
             else:
-                self._queue_load(gated, submitted)
+                self._queue_load(gated, len(gated.groups) if armed else GROUPS_AHEAD)
         for transfer in parked:
             transfer.submitted = submitted
-            self._queue_load(transfer, submitted)
+            self._queue_load(transfer, len(transfer.groups))
         self._layerwise = layerwise
         if gated is not None and not armed:
             self._pass_gates(gated, (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer])))
@@ -191,12 +196,14 @@ class StreamEngine:
         for layer, done in enumerate(graph.layer_done):
             self._queued(load, Part((layer,), begun, done, joined=done))
 
-    def _queue_load(self, load: Transfer, submitted: Event) -> None:
-        for layers in load.groups:
+    def _queue_load(self, load: Transfer, groups: int) -> None:
+        """Queue what is still missing of the load's first `groups` groups."""
+        assert load.submitted is not None
+        for layers in load.groups[len(load.parts) : groups]:
             begun, done = self.device.event(), self.device.event()
             self._ranges.push_load(layers[0], layers[-1], load.path.name, self._bytes(load, layers))
             try:
-                load.path.load(layers, load.move, after=submitted, begun=begun, done=done)
+                load.path.load(layers, load.move, after=load.submitted, begun=begun, done=done)
             finally:
                 self._ranges.pop()
             self._queued(load, Part(layers, begun, done, joined=done))
@@ -215,6 +222,8 @@ class StreamEngine:
             )
         compute = self.device.compute()
         for layer in layers:
+            if load.ended is None:
+                self._queue_load(load, load.group_number(layer) + 1 + GROUPS_AHEAD)
             part = load.part_of[layer]
             if part.gate is not None:
                 continue

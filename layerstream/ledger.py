@@ -87,8 +87,7 @@ class Ledger:
             stats.save_bytes += transfer.nbytes
             stats.save_seconds += sum(self._device.elapsed(part.begun, part.done) for part in transfer.parts)
             return
-        end = transfer.ended or transfer.parts[-1].done
-        seconds = max(0.0, self._device.elapsed(transfer.parts[0].begun, end))
+        seconds = transfer.busy_seconds(self._device)
         stats.load_blocks += transfer.move.count
         stats.load_bytes += transfer.nbytes
         stats.load_seconds += seconds

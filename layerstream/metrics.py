@@ -16,7 +16,7 @@ class TransferStats:
     load_blocks: int = 0
     load_bytes: int = 0
     load_seconds: float = 0.0
-    """Sum over loads of the time from the first copy's start to the last layer's end."""
+    """Sum over loads of the time in which at least one of their layers travelled."""
     gated_load_seconds: float = 0.0
     """The part of `load_seconds` that gates could expose: loads whose step waited for them layer by layer."""
     stall_seconds: float = 0.0

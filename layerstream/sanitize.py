@@ -8,6 +8,7 @@ not run is the one fault that is not seen as a race.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,12 @@ class Sanitizer:
         self._device = device
         self._layers = geometry.layers
         self._storages = tuple(storages)
-        for layer, storage in zip(self._layers, self._storages, strict=True):
-            device.label(storage, f"KV of layer {layer.name}")
+        parts = [storage[layer.offset : layer.end] for layer, storage in zip(self._layers, self._storages, strict=True)]
+        starts = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
+        for layer, part in zip(self._layers, parts, strict=True):
+            # Where layers lie between each other's pages, an address alone does not tell whose it is.
+            device.label(part, f"KV of layer {layer.name}" if apart else "KV cache")
         self._access: ModelAccess | None = None
         self._written: set[int] = set()
         self._read: set[int] = set()

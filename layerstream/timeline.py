@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ class Timeline:
 
     @property
     def load_seconds(self) -> float:
-        """From the first copy to the last layer's last byte."""
-        return max(t.load_end for t in self.layers) - min(t.load_begin for t in self.layers)
+        """See `busy_seconds`."""
+        return busy_seconds((times.load_begin, times.load_end) for times in self.layers)
 
     @property
     def stall_seconds(self) -> float:
@@ -90,6 +91,19 @@ class Timeline:
             json.dump(self.chrome_trace(), file)
         Path(temporary).replace(target)
         return target
+
+
+def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Time in which at least one of some (begin, end) spans, in the order of their ends, was under way.
+
+    A load's parts follow each other, some of them queued only when the model is near: from the first begin to the last
+    end there may be time that is the model's alone.
+    """
+    busy, reached = 0.0, float("-inf")
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return busy
 
 
 def read_timeline(path: Path) -> Timeline:

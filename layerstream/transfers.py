@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerstream.jobs import Job, JobKind
 from layerstream.pipeline.base import layer_groups
+from layerstream.timeline import busy_seconds
 
 if TYPE_CHECKING:
     from layerstream.pipeline.base import Move, TransferPath
-    from layerstream.streams.base import Event
+    from layerstream.streams.base import Device, Event
 
 
 @dataclass(slots=True, eq=False)
@@ -87,18 +87,27 @@ class Transfer:
         """The requests it moves blocks for, for messages."""
         return tuple(dict.fromkeys(job.request_id for job in self.jobs))
 
+    def group_number(self, layer: int) -> int:
+        """The group that carries `layer`."""
+        return layer // len(self.groups[0])
+
     def group_of(self, layer: int) -> tuple[int, ...]:
         """The layers that travel with `layer`."""
-        return self.groups[layer // len(self.groups[0])]
+        return self.groups[self.group_number(layer)]
+
+    def busy_seconds(self, device: Device) -> float:
+        """See `layerstream.timeline.busy_seconds`. All events are done."""
+        if self.ended is not None:
+            return max(0.0, device.elapsed(self.parts[0].begun, self.ended))
+        origin = self.parts[0].begun
+        return busy_seconds(
+            (device.elapsed(origin, part.begun), device.elapsed(origin, part.done)) for part in self.parts
+        )
 
     def add(self, part: Part) -> None:
         """`part` was queued."""
         self.parts.append(part)
         self.part_of.update(dict.fromkeys(part.layers, part))
-
-    def parts_of(self, layers: Iterable[int]) -> list[Part]:
-        """The parts that carry `layers`, each once, in the order asked."""
-        return list(dict.fromkeys(self.part_of[layer] for layer in layers))
 
     def finished(self) -> bool:
         """Whether every layer has arrived, and a gated load's step has passed all its gates. Never blocks.

@@ -84,6 +84,11 @@ def test_what_cannot_be_measured_is_said_and_costs_nothing_else(
     assert not list(tmp_path.iterdir())
 
 
+def test_pages_too_large_to_measure_are_not(tmp_path: Path) -> None:
+    assert machine_rates(CPU, 1 << 19, tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_table_that_cannot_be_kept_is_still_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,7 +55,7 @@ class LocalEngine:
             arguments: further arguments of `vllm.LLM`. Unless given, a prompt is prefilled in one step.
         """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
-        _set_cpu_environment()
+        _set_environment()
         import torch
         from vllm import LLM, SamplingParams
 
@@ -149,11 +149,15 @@ def quick_dtype() -> str:
     return "bfloat16" if fast else "float32"
 
 
-def _set_cpu_environment() -> None:
-    """Settings of vLLM's CPU build, where the user has not made them; a GPU engine needs none."""
+def _set_environment() -> None:
+    """Settings of vLLM, where the user has not made them."""
     import torch
 
-    if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
+    if torch.cuda.is_available():
+        # To ask is to initialize the driver, which a forked process cannot use any more.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        return
+    if not hasattr(os, "sched_getaffinity"):
         return
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     cores = sorted(os.sched_getaffinity(0))

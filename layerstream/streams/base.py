@@ -91,7 +91,8 @@ class Device(Protocol):
         """The stream the model runs on now (asked anew each step: frameworks may switch it)."""
 
     def stream(self, name: str, *, priority: int) -> Stream:
-        """A new stream. Higher `priority` is scheduled first where the device can; 0 is the compute stream's."""
+        """The stream of that name, which may be the one made before under it. Higher `priority` is scheduled first
+        where the device can; 0 is the compute stream's."""
 
     def event(self, *, in_graph: bool = False) -> Event:
         """A new event, with timing. Only one made with `in_graph` may be recorded or waited for inside `capture`, and

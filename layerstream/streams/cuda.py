@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 
 TABLE_ENTRIES = 4096
 """Least entries of a host buffer for tables; larger ones are powers of two, so that few sizes are ever pinned."""
+TABLE_BUFFERS = 4
+"""Host buffers that are pinned at first: two steps in flight, with two tables each."""
 POLL_S = 1e-3
 """Seconds between looks at a stream that is being closed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Upload:
     """A pinned host buffer of tables, free again once `passed` is."""
 
@@ -58,7 +60,7 @@ class CudaDevice:
         """What is being captured."""
         self._driver = driver
         self._device = torch.device("cuda", index)
-        self._streams: list[Any] = []
+        self._streams: dict[str, Any] = {}
         self._uploads: deque[_Upload] = deque()
 
     def compute(self) -> Stream:
@@ -77,9 +79,11 @@ class CudaDevice:
 
     def stream(self, name: str, *, priority: int) -> Stream:
         """See `Device.stream`. CUDA's lowest priority is the default stream's: a negative `priority` becomes it."""
-        # torch counts downward (-1 goes before 0) and moves what is out of range to the nearest the device has.
-        raw = self.api.Stream(device=self._device, priority=-priority)
-        self._streams.append(raw)
+        # torch has 32 streams of a priority and hands them out in turn: made anew for every measured point, ours would
+        # be handed out again to others. It counts downward, -1 before 0.
+        raw = self._streams.get(name)
+        if raw is None:
+            raw = self._streams[name] = self.api.Stream(device=self._device, priority=min(0, -priority))
         return CudaStream(name, raw, self)
 
     def event(self, *, in_graph: bool = False) -> Event:
@@ -155,14 +159,14 @@ class CudaDevice:
         self._uploads.append(upload)
         # torch gives the memory of a dropped table to the compute stream's next allocation at once, whatever other
         # streams still read. Told of them, it waits for what they had queued when the table was dropped.
-        for stream in self._streams:
+        for stream in self._streams.values():
             table.record_stream(stream)
         return table
 
     def close(self, timeout_s: float) -> bool:
         """See `Device.close`. A broken CUDA context counts as work still running: nobody knows what it did."""
         deadline = time.monotonic() + timeout_s
-        for stream in self._streams:
+        for stream in self._streams.values():
             try:
                 while not stream.query():
                     if time.monotonic() >= deadline:
@@ -176,11 +180,16 @@ class CudaDevice:
         return True
 
     def _upload_buffer(self, count: int) -> _Upload:
-        """The oldest buffer if its copy has run, else one more: a table never waits for the device."""
-        if self._uploads and self._uploads[0].passed.query():
-            upload = self._uploads.popleft()
-            if upload.host.numel() >= count:
+        """A buffer whose copy has run, else one more: a table never waits for the device."""
+        if not self._uploads:
+            # With the first table, at start: to pin memory may wait for what the device runs.
+            self._uploads.extend(self._new_upload(TABLE_ENTRIES) for _ in range(TABLE_BUFFERS))
+        for upload in self._uploads:
+            if upload.host.numel() >= count and upload.passed.query():
+                self._uploads.remove(upload)
                 return upload
-        entries = max(TABLE_ENTRIES, 1 << (count - 1).bit_length())
+        return self._new_upload(max(TABLE_ENTRIES, 1 << (count - 1).bit_length()))
+
+    def _new_upload(self, entries: int) -> _Upload:
         host = torch.empty(entries, dtype=torch.int32, pin_memory=True)
         return _Upload(host, host.numpy(), self.api.Event())

@@ -56,8 +56,8 @@ def loaded_cudart(maps: Path = Path("/proc/self/maps")) -> ctypes.CDLL | None:
     """
     for line in maps.read_text().splitlines():
         path = line.split(maxsplit=5)[5:]
-        # Wheels rename it: libcudart.so.12, libcudart-1a2b3c4d.so.13.
-        if path and Path(path[0]).name.startswith("libcudart"):
+        # Wheels rename it: libcudart.so.12, libcudart-1a2b3c4d.so.13. TileLang's libcudart_stub.so is another thing.
+        if path and Path(path[0]).name.startswith(("libcudart.", "libcudart-")):
             library = ctypes.CDLL(path[0])
             library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
             library.cudaHostUnregister.argtypes = [ctypes.c_void_p]

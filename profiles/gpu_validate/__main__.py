@@ -3,8 +3,8 @@
     python -m profiles.gpu_validate
 
 Run it from the checkout. It needs torch, triton, numpy and einops alone, takes at most eight minutes on a GPU, and
-without one runs what has a form for CPUs. It prints one table and writes JSON and pictures. Exits 0 if nothing failed,
-was missed or could not be told, else 1.
+where there is none runs what has a form for CPUs. It prints one table and writes JSON and pictures. Exits 0 if nothing
+failed, was missed or could not be told, 2 if torch cannot use the GPU that is there, else 1.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ TOTAL_S = 470.0
 """Eight minutes, less what the table and the files take."""
 LEAST_S = 5.0
 """What a part gets in any case, to say what it had no time for."""
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+"""There where the NVIDIA driver is."""
 PARTS_MODULE = "profiles.gpu_validate.parts"
 
 
@@ -44,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(chosen.only) - {part.name for part in parts}):
         names = ", ".join(part.name for part in parts)
         print(f"gpu_validate: no part is called {', '.join(unknown)}; there are {names}", file=sys.stderr)
+        return 2
+    if place.type == "cpu" and NVIDIA_DEVICE.exists():
+        print(
+            f"gpu_validate: this machine has an NVIDIA GPU, and {sys.executable} has torch {torch.__version__}, which "
+            "cannot use it; run it by a python whose torch can: make gpu-validate GPU_PYTHON=/path/to/python",
+            file=sys.stderr,
+        )
         return 2
     started, facts = datetime.now(UTC), describe(place)
     out = chosen.out or ROOT / "profiles" / "results" / f"{started:%Y-%m-%d}-{slug(facts['device'])}"

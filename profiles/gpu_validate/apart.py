@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from profiles.gpu_validate.machine import ROOT
 from profiles.gpu_validate.rows import Row, failed, row_from, row_json
 
 POLL_S = 0.05
+KILL_S = 20.0
+"""What a killed process may take to end."""
 START_S = 60.0
 """What a process may take until its first check begins."""
 
@@ -74,7 +77,9 @@ class Watched:
         """End it and what it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        # One that is stuck in the driver does not end, and is left behind.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
 
 
 def run_apart(part: Part, out: Path, options: Sequence[str], *, budget_s: float | None = None) -> Iterator[Row]:

@@ -77,7 +77,7 @@ PARTS = (
     ),
     Part(
         "interference",
-        45.0,
+        75.0,
         (
             Check("interference: small uploads", interference.small_uploads_pass, gpu_only=True),
             Check("interference: steps beside loads", interference.steps_beside_loads, gpu_only=True),

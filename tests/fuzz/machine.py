@@ -36,8 +36,16 @@ TROUBLES = (
     "mended",
     "mended",
     "all are overdue",
+)
+OPERATIONS = (
+    "rank catches up",
+    "rank catches up",
+    "vLLM forgets",
     "ranks stall",
     "ranks go on",
+    "reset of vLLM's cache",
+    "reset of both caches",
+    "reset under way",
 )
 
 often = st.sampled_from((True, True, True, False))
@@ -63,21 +71,40 @@ setups = st.builds(
 )
 
 
-def action(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
-    """A rule that is counted, is followed by the checks, and comes only while the engine lives."""
+def action(needs: Callable[[Any], bool] = lambda _: True, **strategies: st.SearchStrategy[Any]) -> Any:
+    """A rule that is counted, after which the engine makes some steps, and which is followed by the checks.
+
+    Args:
+        needs: says of a machine whether the rule means anything now.
+        strategies: of the rule's arguments.
+    """
 
     def make(act: Callable[..., None]) -> Any:
         @functools.wraps(act)
-        def run(machine: ServingMachine, **drawn: Any) -> None:
+        def run(machine: ServingMachine, mode: CUDAGraphMode, then: int, **drawn: Any) -> None:
             machine.broken = True
+            machine.rig.mode = mode
             act(machine, **drawn)
+            machine.steps(then)
             machine.check()
             machine.broken = False
             STATISTICS.rules[drawn.get("what", act.__name__)] += 1
 
-        return rule(**cast(Any, strategies))(precondition(lambda machine: not machine.rig.dead)(run))
+        every = {"mode": st.sampled_from(MODES), "then": st.sampled_from((0, 1, 1, 2, 4))}
+        decorate: Any = rule(**cast(Any, {**every, **strategies}))
+        return decorate(precondition(lambda machine: not machine.rig.dead and needs(machine))(run))
 
     return make
+
+
+def has_room(machine: ServingMachine) -> bool:
+    """Whether one more request may come."""
+    return len(machine.rig.scheduler.requests) < MOST
+
+
+def is_busy(machine: ServingMachine) -> bool:
+    """Whether a request is being served."""
+    return bool(machine.alive)
 
 
 class ServingMachine(RuleBasedStateMachine):
@@ -107,7 +134,13 @@ class ServingMachine(RuleBasedStateMachine):
             if option.name not in ("seed", "blocks"):
                 STATISTICS.setups[f"{option.name}={getattr(setup, option.name)}"] += 1
 
+    @property
+    def alive(self) -> list[str]:
+        """Requests that have not ended."""
+        return [name for name, request in self.rig.scheduler.requests.items() if not request.is_finished()]
+
     @action(
+        has_room,
         source=st.integers(0, 7),
         blocks=st.integers(0, 12),
         end=st.sampled_from((0, 0, 1, 1, BLOCK - 1, 7)),
@@ -126,51 +159,53 @@ class ServingMachine(RuleBasedStateMachine):
             answer: tokens asked for.
             again: whether it comes under the name of a request that has ended.
         """
-        if len(self.rig.scheduler.requests) >= MOST:
-            return
         self.added += 1
         if source >= len(self.prompts):
-            head = [2 + (self.added * 131 + i * 37 + i * i) % 900 for i in range(blocks * BLOCK + end)]
+            head = self._new(blocks * BLOCK + end)
         else:
             head = self.prompts[source][: blocks * BLOCK + end]
         prompt = [*head, *(2 + (self.added * 71 + i) % 900 for i in range(tail))]
-        # The longest sequence that the pool can hold, as vLLM's max_model_len sees to.
-        room = (self.rig.setup.blocks - 2) * BLOCK - 2 * self.rig.setup.drafts - 2
-        answer = min(answer, room // 2)
-        prompt = prompt[: room - answer] or [7]
+        answer = min(answer, self._room // 2)
+        prompt = prompt[: self._room - answer] or [7]
         names = [name for name in self.rig.lives if self.rig.usable(name)] if again else []
         self._serve(names[0] if names else f"r{self.added}", prompt, answer)
 
-    @action(source=st.integers(0, 7), answer=st.sampled_from((1, 2, 20)))
+    @action(has_room, count=st.integers(2, MOST), blocks=st.integers(1, 4), answer=st.sampled_from((1, 20, 50)))
+    def crowd(self, count: int, blocks: int, answer: int) -> None:
+        """Requests come that want more of vLLM's pool than there is, if they are many and ask for much."""
+        for number in range(count):
+            if has_room(self):
+                self.added += 1
+                prompt = self._new(blocks * BLOCK + number)
+                self._serve(f"r{self.added}", prompt, min(answer, self._room - len(prompt)))
+
+    @action(lambda machine: has_room(machine) and machine.prompts, source=st.integers(0, 7), answer=st.integers(1, 20))
     def repeat(self, source: int, answer: int) -> None:
         """A prompt comes again."""
-        if source < len(self.prompts) and len(self.rig.scheduler.requests) < MOST:
-            self.added += 1
-            self._serve(f"r{self.added}", self.prompts[source], answer)
+        self.added += 1
+        self._serve(f"r{self.added}", self.prompts[source % len(self.prompts)], answer)
 
-    @action(mode=st.sampled_from(MODES), count=st.sampled_from((1, 1, 2, 3, 8)))
-    def step(self, mode: CUDAGraphMode, count: int) -> None:
-        """The engine makes some steps."""
-        self.rig.mode = mode
-        for _ in range(count):
-            if not self.rig.dead:
-                self._step()
+    @action(
+        lambda machine: has_room(machine) and machine.rig.all_lives, which=st.integers(0, 7), tail=st.integers(1, 20)
+    )
+    def go_on(self, which: int, tail: int) -> None:
+        """A conversation goes on: a prompt comes again with its answer and something new."""
+        life = self.rig.all_lives[-1 - which % len(self.rig.all_lives)]
+        tokens = list(life.request.all_token_ids)
+        self.added += 1
+        prompt = [*tokens, *(2 + (self.added * 71 + i) % 900 for i in range(tail))]
+        self._serve(f"r{self.added}", prompt[: self._room - 2], 2)
 
-    @action(modes=st.lists(st.sampled_from(MODES), min_size=4, max_size=12))
-    def steps(self, modes: list[CUDAGraphMode]) -> None:
+    @action(is_busy, modes=st.lists(st.sampled_from(MODES), min_size=4, max_size=16))
+    def serve(self, modes: list[CUDAGraphMode]) -> None:
         """The engine makes steps that run in different ways."""
-        for mode in modes:
-            self.rig.mode = mode
-            if not self.rig.dead:
-                self._step()
+        for self.rig.mode in modes:
+            self.steps(1)
 
-    @action(which=st.integers(0, MOST - 1))
+    @action(is_busy, which=st.integers(0, MOST - 1))
     def abort(self, which: int) -> None:
         """A client goes away."""
-        alive = [name for name, request in self.rig.scheduler.requests.items() if not request.is_finished()]
-        if not alive:
-            return
-        name = alive[which % len(alive)]
+        name = self.alive[which % len(self.alive)]
         flights = self.rig.coordinator._flights._due.values()
         moving = {flight.job.kind.name for flight in flights if flight.job.request_id == name}
         status = self.rig.lives[name].request.status.name
@@ -178,21 +213,25 @@ class ServingMachine(RuleBasedStateMachine):
             STATISTICS.events[f"abort: {status}, {what}"] += 1
         self.rig.abort(name)
 
-    @action(rank=st.integers(0, 2))
-    def catch_up(self, rank: int) -> None:
-        """A rank runs all that it was given, as far as it can."""
-        rank %= self.rig.setup.ranks
-        self.rig._adversaries[rank].run(self.rig.devices[rank])
-
-    @action()
-    def forget(self) -> None:
-        """vLLM forgets what it has cached of requests that have ended."""
-        self.rig.forget_cached()
-
-    @action(connector=seldom, running=seldom)
-    def reset(self, connector: bool, running: bool) -> None:
-        """The operator resets vLLM's cache, and ours with it if `connector`."""
-        self.rig.reset(connector=connector, running=running)
+    @action(what=st.sampled_from(OPERATIONS), rank=st.integers(0, 2))
+    def operate(self, what: str, rank: int) -> None:
+        """Something that is as it should be happens at a bad moment."""
+        rig, rank = self.rig, rank % self.rig.setup.ranks
+        match what:
+            case "rank catches up":
+                rig._adversaries[rank].run(rig.devices[rank])
+            case "vLLM forgets":
+                rig.forget_cached()
+            case "ranks stall":
+                rig.stalled = True
+            case "ranks go on":
+                rig.stalled = False
+            case "reset of vLLM's cache":
+                rig.reset(connector=False, running=False)
+            case "reset of both caches":
+                rig.reset(connector=True, running=False)
+            case "reset under way":
+                rig.reset(connector=True, running=True)
 
     @action(what=st.sampled_from(TROUBLES), rank=st.integers(0, 2), steps=st.sampled_from((0, 1, 3, 10)))
     def trouble(self, what: str, rank: int, steps: int) -> None:
@@ -211,22 +250,22 @@ class ServingMachine(RuleBasedStateMachine):
                 mailbox.late, mailbox.losing = 0, False
             case "all are overdue":
                 rig.jump(OVERDUE_S)
-                self._step()
-            case "ranks stall":
-                rig.stalled = True
-            case "ranks go on":
-                rig.stalled = False
 
-    @precondition(lambda machine: machine.added > 6)
-    @action(rank=st.integers(0, 2), kind=st.sampled_from(JobKind))
+    @action(lambda machine: machine.added > 6, rank=st.integers(0, 2), kind=st.sampled_from(JobKind))
     def fail(self, rank: int, kind: JobKind) -> None:
         """A rank's next job of a kind fails."""
         self.rig.mailboxes[rank % self.rig.setup.ranks].failing.add(kind)
 
-    @action()
+    @action(is_busy)
     def settle(self) -> None:
         """All is served, and all reports arrive."""
-        self._settle()
+        self.rig.settle()
+
+    def steps(self, count: int) -> None:
+        """The engine makes up to so many steps."""
+        for _ in range(count):
+            if not self.rig.dead:
+                self.rig.step()
 
     def check(self) -> None:
         """What must hold after every rule."""
@@ -253,10 +292,14 @@ class ServingMachine(RuleBasedStateMachine):
             return
         try:
             if not self.broken and not self.rig.dead:
-                self._settle()
+                self.rig.settle()
         finally:
             self._count()
             self.rig.close()
+
+    def _new(self, tokens: int) -> list[int]:
+        """A prompt that nobody has sent."""
+        return [2 + (self.added * 131 + i * 37 + i * i) % 900 for i in range(tokens)]
 
     def _serve(self, name: str, prompt: list[int], answer: int) -> None:
         if self.forgets:
@@ -266,18 +309,16 @@ class ServingMachine(RuleBasedStateMachine):
         if name != f"r{self.added}":
             STATISTICS.events["name used again"] += 1
 
-    def _step(self) -> None:
-        STATISTICS.steps += 1
-        output = self.rig.step()
-        STATISTICS.events["steps in " + self.rig.mode.name] += bool(output.num_scheduled_tokens)
-
-    def _settle(self) -> None:
-        self.rig.settle()
+    @property
+    def _room(self) -> int:
+        """Tokens of the longest sequence that the pool can hold, as vLLM's max_model_len sees to."""
+        return (self.rig.setup.blocks - 2) * BLOCK - 2 * self.rig.setup.drafts - 2
 
     def _count(self) -> None:
         stats = self.rig.coordinator.take_stats()
         lives = self.rig.all_lives
         STATISTICS.faults.update(self.rig.faults)
+        STATISTICS.steps += sum(self.rig.modes.values())
         STATISTICS.faults["jobs given up"] += stats.expired_jobs
         STATISTICS.events.update(
             {
@@ -290,6 +331,7 @@ class ServingMachine(RuleBasedStateMachine):
                 "requests failed": sum(life.request.status is RequestStatus.FINISHED_ERROR for life in lives),
                 "engines stopped": int(self.rig.dead),
                 "resets": self.rig.epoch,
+                **{f"steps in {mode}": count for mode, count in self.rig.modes.items()},
             }
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -176,3 +177,90 @@ def _bytes(recorder: Recorder) -> Any:
     shown = launch_bytes((1,), SimpleNamespace(name="gather"), args)
     assert shown["name"] == "gather"
     return shown["bytes"]
+
+
+class Compiled:
+    """What Triton keeps for one form of a kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+
+class Jit:
+    """A kernel that says how it was launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*arguments: Any, **constants: Any) -> Compiled:
+            self.launches.append((grid, arguments, constants))
+            return self.compiled
+
+        return start
+
+
+@pytest.fixture
+def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: ("stream", device), raising=False)
+    return Jit()
+
+
+def start(jit: Jit, layer: LayerPages, listed: int, **options: Any) -> None:
+    storage, packed = (
+        torch.zeros(layer.end, dtype=torch.uint8),
+        torch.zeros(listed * layer.page_bytes, dtype=torch.uint8),
+    )
+    blocks = torch.zeros(listed, dtype=torch.int32)
+    launching.launch(jit, packed, storage, layer, blocks, count=options.pop("count", None), max_ctas=None, **options)
+
+
+def test_a_known_kernel_is_started_without_asking_triton_for_it(jit: Jit) -> None:
+    layer = dense(96)
+    start(jit, layer, 40)
+    assert len(jit.launches) == 1 and jit.compiled.runs == []
+    start(jit, layer, 160)
+    assert len(jit.launches) == 1
+    ((*grid, stream, function, metadata, launch_metadata, enter, leave), arguments) = (
+        jit.compiled.runs[0][:9],
+        jit.compiled.runs[0][9:],
+    )
+    (tiles,) = record(layer, 160).grids[0]
+    assert tiles > record(layer, 40).grids[0][0]
+    assert (grid, stream, function, metadata) == ([tiles, 1, 1], ("stream", None), "function", "metadata")
+    assert (launch_metadata, enter, leave) == (None, None, None)
+    _, first, constants = jit.launches[0]
+    assert len(arguments) == len(first) + len(constants) - 1, "all but num_warps, which is no argument of the kernel"
+    assert arguments[10] == 160 and first[10] == 40
+    assert list(arguments[13:]) == [value for name, value in constants.items() if name != "num_warps"]
+
+
+@pytest.mark.parametrize("kernel", [gather_kernel, scatter_kernel], ids=["gather", "scatter"])
+def test_constants_come_in_the_order_of_the_kernels_arguments(kernel: Any) -> None:
+    jit = Jit()
+    start(jit, dense(96), 4)
+    constants = [name for name in jit.launches[0][2] if name != "num_warps"]
+    assert constants == kernel.arg_names[13:]
+
+
+def test_what_selects_a_kernel_selects_the_known_one(jit: Jit) -> None:
+    count = torch.ones(1, dtype=torch.int32)
+    for _ in range(2):
+        start(jit, dense(96), 4)
+        start(jit, dense(96), 4, count=count)
+        start(jit, dense(160), 4)
+        start(jit, dense(96), 4, host=True)
+    assert len(jit.launches) == 4 and len(jit.compiled.runs) == 4
+
+
+def test_a_profiler_that_hooks_launches_sees_them(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(jit, dense(96), 4)
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    start(jit, dense(96), 4)
+    assert len(jit.launches) == 2 and jit.compiled.runs == []

@@ -103,6 +103,8 @@ class FuzzRig(LateSchedulerRig):
         self.seconds = 0.0
         self.mode = CUDAGraphMode.PIECEWISE
         """How the next steps run."""
+        self.modes: Counter[str] = Counter()
+        """Steps by how they ran."""
         self.epoch = self.floor = 0
         """Resets of the connector so far, and how many of them had come when nothing was left of the KV before."""
         self.lives: dict[str, Life] = {}
@@ -185,6 +187,7 @@ class FuzzRig(LateSchedulerRig):
         step = Step(output, {name: self._span_of(name, output) for name in output.num_scheduled_tokens})
         step.combined = self.aggregator.aggregate([self._run(rank, step) for rank in range(self.setup.ranks)])
         self._pending.append(step)
+        self.modes[self.mode.name if step.spans else "no forward"] += 1
         more = output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
         if not (self.setup.asynchronous and len(self._pending) < 2 and more):
             self._book()
@@ -209,7 +212,7 @@ class FuzzRig(LateSchedulerRig):
         while not self.idle:
             steps += 1
             assert steps < PATIENCE, f"still busy after {steps} steps: {self.statuses()}"
-            if steps % 10 == 0:
+            if steps % 4 == 0:
                 self.run_devices()
             if steps % 50 == 0 and any(mailbox.lost for mailbox in self.mailboxes):
                 self.jump(OVERDUE_S)

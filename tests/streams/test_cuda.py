@@ -10,7 +10,7 @@ import torch
 
 from layerstream.errors import TransferError
 from layerstream.streams.base import Event, Stream
-from layerstream.streams.cuda import TABLE_ENTRIES, CudaDevice
+from layerstream.streams.cuda import TABLE_BUFFERS, TABLE_ENTRIES, CudaDevice
 from tests.rigs.fake_cuda import Entry, FakeCuda
 
 
@@ -85,8 +85,15 @@ def test_work_leaves_the_current_stream_as_it_was(api: FakeCuda) -> None:
 def test_higher_priority_is_lower_in_torch(api: FakeCuda) -> None:
     device = CudaDevice(0, api=api)
     for priority in (1, 0, -1):
-        device.stream("s", priority=priority)
-    assert [stream.priority for stream in api.streams[1:]] == [-1, 0, 1]
+        device.stream(f"of {priority}", priority=priority)
+    assert [stream.priority for stream in api.streams[1:]] == [-1, 0, 0]
+
+
+def test_a_name_stands_for_one_stream(api: FakeCuda) -> None:
+    device = CudaDevice(0, api=api)
+    first, again, other = (device.stream(name, priority=0) for name in ("a", "a", "b"))
+    assert first.raw is again.raw and first.raw is not other.raw  # type: ignore[attr-defined]
+    assert len(api.streams) == 3
 
 
 def test_an_idle_step_queues_nothing(api: FakeCuda) -> None:
@@ -111,10 +118,12 @@ def test_host_buffers_are_used_again_and_grow_instead_of_waiting(api: FakeCuda) 
     for _ in range(10):
         device.table([1, 2, 3])
         api.run()
-    assert api.pinned_bytes == [4 * TABLE_ENTRIES]
-    for _ in range(3):
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES] * TABLE_BUFFERS
+    for _ in range(TABLE_BUFFERS):
         device.table([1, 2, 3])
-    assert api.pinned_bytes == [4 * TABLE_ENTRIES] * 3
+    assert len(api.pinned_bytes) == TABLE_BUFFERS, "none is pinned while two steps are in flight"
+    device.table([1, 2, 3])
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES] * (TABLE_BUFFERS + 1)
 
 
 def test_a_long_table_gets_a_buffer_of_its_size(api: FakeCuda) -> None:
@@ -125,9 +134,9 @@ def test_a_long_table_gets_a_buffer_of_its_size(api: FakeCuda) -> None:
     table = device.table(values)
     api.run()
     assert table.tolist() == values
-    assert api.pinned_bytes == [4 * TABLE_ENTRIES, 8 * TABLE_ENTRIES]
+    assert api.pinned_bytes == [4 * TABLE_ENTRIES] * TABLE_BUFFERS + [8 * TABLE_ENTRIES]
     assert device.table(list(range(2 * TABLE_ENTRIES))).numel() == 2 * TABLE_ENTRIES
-    assert len(api.pinned_bytes) == 2
+    assert len(api.pinned_bytes) == TABLE_BUFFERS + 1
 
 
 def test_the_memory_of_a_dropped_table_waits_for_every_stream(api: FakeCuda) -> None:

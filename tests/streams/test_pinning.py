@@ -46,6 +46,8 @@ def test_the_runtime_is_found_among_mapped_files(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text("7f00-7f01 r-xp 00000000 00:00 0 \n7f01-7f02 r-xp 00000000 08:01 1  /usr/lib/libc.so.6\n")
     assert loaded_cudart(maps) is None
+    maps.write_text(maps.read_text() + "7f02-7f03 r-xp 00000000 08:01 2  /nowhere/libcudart_stub.so\n")
+    assert loaded_cudart(maps) is None
     maps.write_text(maps.read_text() + "7f02-7f03 r-xp 00000000 08:01 2  /nowhere/with space/libcudart-1a2b.so.13\n")
     with pytest.raises(OSError, match=r"/nowhere/with space/libcudart-1a2b\.so\.13"):
         loaded_cudart(maps)
