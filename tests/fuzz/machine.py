@@ -261,6 +261,16 @@ class ServingMachine(RuleBasedStateMachine):
         """All is served, and all reports arrive."""
         self.rig.settle()
 
+    @precondition(lambda machine: machine.rig.dead)
+    @rule()
+    def restart(self) -> None:
+        """The engine has stopped; another one starts, of the same setup, with nothing in its pools."""
+        self._count()
+        self.rig.close()
+        self.rig = FuzzRig(_folder(), self.rig.setup)
+        self.added = 0
+        STATISTICS.rules["restart"] += 1
+
     def steps(self, count: int) -> None:
         """The engine makes up to so many steps."""
         for _ in range(count):
