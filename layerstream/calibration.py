@@ -5,6 +5,7 @@ Never while CUDA graphs are captured: it allocates, registers memory and waits f
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import logging
 import random
@@ -12,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,20 +80,33 @@ def software(place: torch.device) -> dict[str, str]:
 def machine_rates(place: torch.device, page_bytes: int, folder: Path) -> RateTable | None:
     """The table of `place`, with `page_bytes` measured first if it is not in there. None if that could not be done.
 
+    Ranks of one machine take turns, so that none measures what others take from the link; all but the first find it
+    done.
+
     Args:
         place: where the KV cache lives.
         page_bytes: bytes of one page of one layer.
         folder: where tables are kept.
     """
-    table = read_rates(folder, device_name(place), software(place))
-    if table is not None and page_bytes in table.page_sizes():
-        return table
     if not points((page_bytes,), BLOCK_COUNTS):
         logger.info("LayerStream: pages of %d bytes are too large to measure paths with; loads are staged", page_bytes)
         return None
+    with ExitStack() as stack:
+        # A folder that cannot be written has no turns to take either.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".rates.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        table = read_rates(folder, device_name(place), software(place))
+        if table is not None and page_bytes in table.page_sizes():
+            return table
+        return _measured(place, page_bytes, folder, table)
+
+
+def _measured(place: torch.device, page_bytes: int, folder: Path, known: RateTable | None) -> RateTable | None:
     began = time.monotonic()
     try:
-        table = calibrate(place, page_sizes=(page_bytes,), known=table)
+        table = calibrate(place, page_sizes=(page_bytes,), known=known)
     except (LayerStreamError, RuntimeError, MemoryError) as error:
         logger.warning("LayerStream could not measure its transfer paths (%s); loads are staged", error)
         return None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +73,26 @@ def test_a_page_size_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyte
     assert read_rates(tmp_path, device_name(CPU), software(CPU)) == both
 
 
+def test_ranks_take_turns_and_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "points", lambda sizes, counts: points(sizes, (4,)))
+    running, together, measured = [0], [0], []
+    real = calibration.calibrate
+
+    def watched(*args: Any, **kwargs: Any) -> RateTable:
+        running[0] += 1
+        together[0] = max(together[0], running[0])
+        measured.append(1)
+        time.sleep(0.02)
+        running[0] -= 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(calibration, "calibrate", watched)
+    with ThreadPoolExecutor(4) as ranks:
+        tables = list(ranks.map(lambda _: machine_rates(CPU, PAGE, tmp_path), range(4)))
+    assert together == [1] and len(measured) == 1
+    assert tables[0] is not None and all(table == tables[0] for table in tables)
+
+
 @pytest.mark.parametrize("error", [PoolError("no memory"), RuntimeError("CUDA out of memory"), MemoryError()])
 def test_what_cannot_be_measured_is_said_and_costs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
@@ -81,7 +104,7 @@ def test_what_cannot_be_measured_is_said_and_costs_nothing_else(
     assert machine_rates(CPU, PAGE, tmp_path) is None
     assert "could not measure its transfer paths" in caplog.text
     assert "loads are staged" in caplog.text
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_pages_too_large_to_measure_are_not(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from profiles.gpu_validate.checks import Check, Part
 PARTS = (
     Part(
         "kernels",
-        110.0,
+        95.0,
         (
             Check("kernels: pages of one layer", exact_kernels.pages_are_exact, limit_s=90.0),
             Check("kernels: several layers", exact_kernels.stacks_are_exact),
