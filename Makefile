@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+FUZZ_MINUTES ?= 60
 # An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check bench gpu-validate clean
+.PHONY: help setup demo test test-full check bench fuzz gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -32,6 +33,9 @@ check: setup ## lint, types, import rules and the contents of the wheel
 
 bench: setup ## measure against the targets: about an hour, with the machine left alone
 	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
+
+fuzz: setup ## serve at random under vLLM's real scheduler, for FUZZ_MINUTES (an hour)
+	@$(BIN)/python profiles/fuzz.py --minutes $(FUZZ_MINUTES)
 
 gpu-validate: ## prove the GPU path on this machine's GPU, in at most eight minutes (GPU_PYTHON: a python with its torch)
 	@$(GPU_PYTHON) -m profiles.gpu_validate

@@ -194,7 +194,13 @@ def _in_graph_gates(device: Device, layers: int, config: StreamConfig) -> InGrap
         )
         return None
     if config.in_graph_waits == "events":
-        return EventGates(device, layers, waits=captured_waits(device, device.driver()))
+        waits = captured_waits(device, device.driver())
+        if waits == "live":
+            logger.warning(
+                'LayerStream: a captured wait looks at its event late on this device, so in_graph_waits "events" holds '
+                'only for steps that find the GPU idle; "flags" has no such limit'
+            )
+        return EventGates(device, layers, waits=waits)
     return FlagGates(device, layers, device.driver())
 
 

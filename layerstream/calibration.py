@@ -142,7 +142,7 @@ def calibrate(
     todo = points(page_sizes, BLOCK_COUNTS if block_counts is None else block_counts)
     rates: list[PathRate] = []
     with _opened(place) as (device, pinner, kernels):
-        roofs = _roofs(device, pinner)
+        roofs = _roofs(device, pinner) if known is None else known.roofs
         for done, point in enumerate(todo):
             rates += _measure(device, pinner, kernels, point)
             if progress is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstream.errors import TransferError
+from layerstream.errors import RaceError, TransferError, TransferTimeout
 from layerstream.jobs import Job, JobKind, Report, StepPlan
 from layerstream.ledger import Ledger
 from layerstream.pipeline.base import Move
@@ -104,6 +104,12 @@ class StreamEngine:
         self.pool.start_pinning()
         if self._plan is not None:
             self.end_step()
+        if broken := [*filter(None, (self._gated, self._save)), *self._parked]:
+            # Queued again, their work would write blocks that may be somebody else's by now.
+            raise TransferError(
+                f"step {broken[0].step} broke off with transfers of requests {', '.join(broken[0].requests)}; close "
+                "the engine: it cannot tell which blocks are still written"
+            )
         if any(self._ran):
             self._hooked, self._ran = self._ran, bytearray(self._layers)
         if plan is None:
@@ -153,14 +159,15 @@ class StreamEngine:
         return max(1, min(-(-self._group_bytes // max(1, layer_bytes)), self._layers // 4))
 
     def start_loads(self, *, layerwise: bool, in_graph: bool = False) -> None:
-        """Queue the step's loads. What neither hooks nor a graph will gate, the compute stream waits for right here.
+        """Queue the step's loads, once a step. What neither hooks nor a graph will gate, the compute stream waits for
+        right here.
 
         Args:
             layerwise: this step's hooks will run.
             in_graph: this step replays a graph in which waits were captured.
         """
         gated, parked = self._gated, self._parked
-        if gated is None and not parked:
+        if all(transfer.submitted is not None for transfer in [*filter(None, (gated,)), *parked]):
             return
         compute = self.device.compute()
         armed = in_graph and gated is not None and self._arm(gated, compute)
@@ -175,12 +182,23 @@ class StreamEngine:
                 self._submit_graph(self._graph_load, gated, table, submitted)
             else:
                 self._queue_load(gated, len(gated.groups) if armed else GROUPS_AHEAD)
-        for transfer in parked:
-            transfer.submitted = submitted
-            self._queue_load(transfer, len(transfer.groups))
         self._layerwise = layerwise
         if gated is not None and not armed:
             self._pass_gates(gated, (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer])))
+        for transfer in parked:
+            transfer.submitted = submitted
+            # One queued between the layers of a gated load would hold up the forward: it waits for their last.
+            if gated is None or len(gated.part_of) == self._layers:
+                self._queue_parked(transfer)
+
+    def _queue_parked(self, load: Transfer) -> None:
+        try:
+            self._queue_load(load, len(load.groups))
+        except RaceError:
+            raise
+        except Exception:
+            # Nobody's forward waits for it, so only its request fails.
+            logger.exception("loading blocks of requests %s failed", ", ".join(load.requests))
 
     def _arm(self, load: Transfer, compute: Stream) -> bool:
         load.in_graph = self.in_graph is not None and self.in_graph.try_arm(compute)
@@ -188,6 +206,7 @@ class StreamEngine:
 
     def _submit_graph(self, graph: GraphLoad, load: Transfer, table: torch.Tensor, submitted: Event) -> None:
         begun, load.ended = self.device.event(), self.device.event()
+        load.path_name = graph.name
         self._ranges.push_load(0, self._layers - 1, graph.name, load.nbytes)
         try:
             graph.submit(load.move, table, after=submitted, begun=begun, done=load.ended)
@@ -204,9 +223,12 @@ class StreamEngine:
             self._ranges.push_load(layers[0], layers[-1], load.path.name, self._bytes(load, layers))
             try:
                 load.path.load(layers, load.move, after=load.submitted, begun=begun, done=done)
+            except BaseException:
+                load.failed = True
+                raise
             finally:
                 self._ranges.pop()
-            self._queued(load, Part(layers, begun, done, joined=done))
+                self._queued(load, Part(layers, begun, done, joined=done))
 
     def _queued(self, load: Transfer, part: Part) -> None:
         load.add(part)
@@ -222,13 +244,15 @@ class StreamEngine:
             )
         compute = self.device.compute()
         for layer in layers:
+            if load.failed:
+                raise TransferError(f"the loads of requests {', '.join(load.requests)} broke off; the engine must stop")
             if load.ended is None:
                 self._queue_load(load, load.group_number(layer) + 1 + GROUPS_AHEAD)
             part = load.part_of[layer]
             if part.gate is not None:
                 continue
             arrived, passed = self.device.event(), self.device.event()
-            self._ranges.push_wait(part.layers[0], part.layers[-1], load.path.name, self._bytes(load, part.layers))
+            self._ranges.push_wait(part.layers[0], part.layers[-1], load.path_name, self._bytes(load, part.layers))
             try:
                 compute.record(arrived)
                 compute.wait(part.done)
@@ -260,7 +284,7 @@ class StreamEngine:
         """The model has queued its writes to layer `layer`: queue the step's save of it, as soon as the layers that
         travel with it are written too. Idempotent in a step."""
         save = self._save
-        if save is None or layer in save.written:
+        if save is None or save.failed or layer in save.written:
             return
         save.written.add(layer)
         group = save.group_of(layer)
@@ -273,6 +297,11 @@ class StreamEngine:
         self._ranges.push_save(layers[0], layers[-1], save.path.name, self._bytes(save, layers))
         try:
             save.path.save(layers, save.move, after=written, begun=begun, joined=joined, done=done)
+        except RaceError:
+            raise
+        except Exception:
+            logger.exception("saving blocks of requests %s failed", ", ".join(save.requests))
+            save.failed = True
         finally:
             self._ranges.pop()
         save.add(Part(layers, begun, done, joined))
@@ -285,6 +314,8 @@ class StreamEngine:
 
         Raises:
             TransferError: the step was to be gated layer by layer and none of its hooks ran.
+            TransferTimeout: something is still being read or written that the next step may touch.
+            RaceError: `sanitize` is on and two accesses conflict.
             VerifyError: `verify` is on and bytes differ.
         """
         if self._plan is None:
@@ -306,18 +337,12 @@ class StreamEngine:
             self.sanitizer.end_step()
         if any(transfer.submitted is None for transfer in self._parked):
             self.start_loads(layerwise=False)
+        for transfer in self._parked:
+            if not transfer.parts:
+                self._queue_parked(transfer)
         ended = self._parked
         if save is not None:
-            # All that no hook saved in one call: after a FULL graph that is every layer, and one launch takes them.
-            rest = tuple(layer for layer in range(self._layers) if layer not in save.part_of)
-            if rest:
-                self._queue_save(save, rest)
-            try:
-                # Reads of one direction end in their order, so the last part's end is the end of all.
-                compute.wait(save.parts[-1].joined)
-            except TransferError:
-                # Nothing reads the blocks any more, so the step may go on; `poll` reports the save as failed.
-                logger.exception("saving blocks of requests %s failed", ", ".join(save.requests))
+            self._join_save(save, compute)
             ended.append(save)
         if gated is not None:
             gated.closed = self.device.event()
@@ -329,8 +354,24 @@ class StreamEngine:
         if self.verifier is not None:
             self._ledger.verified(self.verifier.check(ended))
 
+    def _join_save(self, save: Transfer, compute: Stream) -> None:
+        """Queue what no hook saved, and keep the compute stream behind the last read of the blocks."""
+        # All of it in one call: after a FULL graph that is every layer, and one launch takes them.
+        rest = tuple(layer for layer in range(self._layers) if layer not in save.part_of)
+        if rest and not save.failed:
+            self._queue_save(save, rest)
+        try:
+            # Reads of one direction end in their order, so the last part's end is the end of all.
+            compute.wait(save.parts[-1].joined)
+        except TransferTimeout:
+            # The blocks may still be read: the save would end, and be reported, with what is written to them next.
+            raise
+        except TransferError:
+            # Nothing reads the blocks any more, so the step may go on; `poll` reports the save as failed.
+            logger.exception("saving blocks of requests %s failed", ", ".join(save.requests))
+
     def poll(self) -> Report | None:
-        """What has ended since the last call, or None. Never blocks."""
+        """What has ended since the last call, or None. Never waits for the device."""
         return self._ledger.poll()
 
     def close(self, timeout_s: float) -> bool:

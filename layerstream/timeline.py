@@ -94,13 +94,13 @@ class Timeline:
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Time in which at least one of some (begin, end) spans, in the order of their ends, was under way.
+    """Time in which at least one of some (begin, end) spans was under way.
 
     A load's parts follow each other, some of them queued only when the model is near: from the first begin to the last
     end there may be time that is the model's alone.
     """
     busy, reached = 0.0, float("-inf")
-    for begin, end in spans:
+    for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return busy

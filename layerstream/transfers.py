@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind
 from layerstream.pipeline.base import layer_groups
 from layerstream.timeline import busy_seconds
@@ -41,6 +42,8 @@ class Transfer:
     jobs: tuple[Job, ...]
     move: Move
     path: TransferPath
+    path_name: str
+    """How the blocks travel, for profilers."""
     nbytes: int
     groups: tuple[tuple[int, ...], ...]
     """Layers that are to travel together; all of one size but the last."""
@@ -56,6 +59,8 @@ class Transfer:
     """Saves: layers whose KV of the step is complete."""
     ended: Event | None = None
     """Loads submitted as one graph: all of it has run. The events of their parts are shared with later loads."""
+    failed: bool = False
+    """A part of it could not be queued."""
     in_graph: bool = False
     """Gated loads: the waits are nodes of the graph that the step replays, so nobody can time them."""
 
@@ -78,6 +83,7 @@ class Transfer:
             jobs=jobs,
             move=move,
             path=path,
+            path_name=path.name,
             nbytes=move.count * block_bytes,
             groups=layer_groups(layers, group),
         )
@@ -119,4 +125,6 @@ class Transfer:
             arrived = self.ended.done()
         else:
             arrived = all(part.done.done() for part in reversed(self.parts))
+        if arrived and self.failed:
+            raise TransferError(f"a transfer of requests {', '.join(self.requests)} could not be queued whole")
         return arrived and (self.closed is None or self.closed.done())

@@ -13,8 +13,8 @@ The numbers of one layer, or of one group of layers that has one gate, derived a
   not wait; until min(b, end of the load), since a later begin has another reason. Where several gates share a gap, no
   moment is counted twice: it belongs to the first gate.
 
-overlap ratio = 1 - exposed stall / load time, both summed over steps; the load time of a step is from its first load's
-begin to its last load's end. A timeline has its gates from device events: there the stall is the time between the
+overlap ratio = 1 - exposed stall / load time, both summed over steps; the load time of a step is that in which at least
+one of its loads was under way (`layerstream.timeline.busy_seconds`). A timeline has its gates from device events: there the stall is the time between the
 events before and after the gate. A load without gates (parked, or waited for by nodes inside a CUDA graph) counts for
 the rate and not for the ratio.
 """
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from layerstream.errors import ConfigError
 from layerstream.ranges import SEPARATOR
-from layerstream.timeline import Timeline
+from layerstream.timeline import Timeline, busy_seconds
 from profiles.traces import Mark, Trace, Work
 
 
@@ -60,8 +60,8 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
-        return max(layer.end for layer in self.layers) - min(layer.begin for layer in self.layers)
+        """Time in which at least one layer was under way."""
+        return busy_seconds((layer.begin, layer.end) for layer in self.layers)
 
     @property
     def stall(self) -> float:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from layerstream.errors import TransferError
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
@@ -40,11 +42,19 @@ class Move:
             block_ids: manager block ids, on the host.
             blocks: `int32[len(block_ids)]`: the same on the device.
             pool_runs: (first pool page, count) of consecutive pages, none crossing a segment of the pool.
+
+        Raises:
+            TransferError: no blocks, or not one page for each.
         """
         self.block_ids: npt.NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
         self.blocks = blocks
         self.pool_runs = tuple(pool_runs)
         self.count = len(block_ids)
+        if not self.count or self.count != sum(count for _, count in self.pool_runs):
+            raise TransferError(
+                f"a move of {self.count} blocks to or from {sum(count for _, count in self.pool_runs)} pool pages; it "
+                "needs at least one block, and a page for each"
+            )
         self.memo: dict[Any, Any] = {}
         """What a path keeps from one layer to the next."""
         self._cut: dict[int, tuple[Piece, ...]] = {}

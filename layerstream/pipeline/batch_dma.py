@@ -56,10 +56,12 @@ class BatchDmaPath:
         """See `TransferPath`."""
         self._load.wait(after)
         self._load.record(begun)
-        for layer in layers:
-            rows = self._rows(layer, move)
-            self._load.copy_batch(CopyBatch(rows.cached, rows.pooled, rows.nbytes))
-        self._load.record(done)
+        try:
+            for layer in layers:
+                rows = self._rows(layer, move)
+                self._load.copy_batch(CopyBatch(rows.cached, rows.pooled, rows.nbytes))
+        finally:
+            self._load.record(done)
 
     def save(
         self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, joined: Event, done: Event
@@ -67,11 +69,13 @@ class BatchDmaPath:
         """See `TransferPath`. The KV cache is read until the pool holds every byte, so `joined` and `done` coincide."""
         self._save.wait(after)
         self._save.record(begun)
-        for layer in layers:
-            rows = self._rows(layer, move)
-            self._save.copy_batch(CopyBatch(rows.pooled, rows.cached, rows.nbytes))
-        self._save.record(joined)
-        self._save.record(done)
+        try:
+            for layer in layers:
+                rows = self._rows(layer, move)
+                self._save.copy_batch(CopyBatch(rows.pooled, rows.cached, rows.nbytes))
+        finally:
+            self._save.record(joined)
+            self._save.record(done)
 
     def _rows(self, layer: int, move: Move) -> _Rows:
         """The rows of one layer: those of any alike layer, moved to where this one lies."""
@@ -89,9 +93,12 @@ class BatchDmaPath:
         sides are joined."""
         pages = self._cache.layers[layer]
         cached = (move.block_ids[:, None] * pages.page_stride + np.array(pages.run_offsets)).ravel()
-        first = self._addresses.pages(layer, move.pool_pages()) - self._addresses.layer_distances[layer]
+        pool_pages = move.pool_pages()
+        first = self._addresses.pages(layer, pool_pages) - self._addresses.layer_distances[layer]
         pooled = (first[:, None] + np.arange(len(pages.run_offsets)) * pages.run_bytes).ravel()
-        joins = (np.diff(cached) == pages.run_bytes) & (np.diff(pooled) == pages.run_bytes)
+        # Segments are registered apart, and a copy must not span two registrations, though they may lie side by side.
+        segments = np.repeat(self._addresses.segments(pool_pages), len(pages.run_offsets))
+        joins = (np.diff(cached) == pages.run_bytes) & (np.diff(pooled) == pages.run_bytes) & (np.diff(segments) == 0)
         starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
         runs = np.diff(np.append(starts, cached.size))
         return _Rows(*(part.astype(np.uint64) for part in (cached[starts], pooled[starts], runs * pages.run_bytes)))

@@ -43,3 +43,7 @@ class PoolAddresses:
         first = self._segments[segment] + self.layer_distances[layer]
         addresses: npt.NDArray[np.int64] = first + place * self._page_bytes[layer]
         return addresses
+
+    def segments(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The segment of each pool page: `int64[len(pages)]`."""
+        return pages // self._pages_per_segment

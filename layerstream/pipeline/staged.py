@@ -132,26 +132,28 @@ class StagedPath:
         copy, scatter = self._load_copy, self._load_scatter
         scatter.wait(after)
         copy.record(begun)
-        for part in self._parts(layers, move):
-            stage = self._load_ring.next()
-            if stage.used:
-                copy.wait(stage.drained)
-            stage.used = True
-            self._copy(copy, part, stage.memory, to_host=False)
-            copy.record(stage.filled)
-            scatter.wait(stage.filled)
-            stretch = part.stretch
-            scatter.launch(
-                self._kernels.scatter_layers,
-                stretch.stack,
-                stretch.first + part.first,
-                part.layers,
-                stage.memory[: part.nbytes],
-                part.piece.blocks,
-                **self._limits,
-            )
-            scatter.record(stage.drained)
-        scatter.record(done)
+        try:
+            for part in self._parts(layers, move):
+                stage = self._load_ring.next()
+                if stage.used:
+                    copy.wait(stage.drained)
+                self._copy(copy, part, stage.memory, to_host=False)
+                copy.record(stage.filled)
+                scatter.wait(stage.filled)
+                stretch = part.stretch
+                scatter.launch(
+                    self._kernels.scatter_layers,
+                    stretch.stack,
+                    stretch.first + part.first,
+                    part.layers,
+                    stage.memory[: part.nbytes],
+                    part.piece.blocks,
+                    **self._limits,
+                )
+                scatter.record(stage.drained)
+                stage.used = True
+        finally:
+            scatter.record(done)
 
     def save(
         self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, joined: Event, done: Event
@@ -160,27 +162,29 @@ class StagedPath:
         gather, copy = self._save_gather, self._save_copy
         gather.wait(after)
         gather.record(begun)
-        for part in self._parts(layers, move):
-            stage = self._save_ring.next()
-            if stage.used:
-                gather.wait(stage.drained)
-            stage.used = True
-            stretch = part.stretch
-            gather.launch(
-                self._kernels.gather_layers,
-                stage.memory[: part.nbytes],
-                stretch.stack,
-                stretch.first + part.first,
-                part.layers,
-                part.piece.blocks,
-                **self._limits,
-            )
-            gather.record(stage.filled)
-            copy.wait(stage.filled)
-            self._copy(copy, part, stage.memory, to_host=True)
-            copy.record(stage.drained)
-        gather.record(joined)
-        copy.record(done)
+        try:
+            for part in self._parts(layers, move):
+                stage = self._save_ring.next()
+                if stage.used:
+                    gather.wait(stage.drained)
+                stretch = part.stretch
+                gather.launch(
+                    self._kernels.gather_layers,
+                    stage.memory[: part.nbytes],
+                    stretch.stack,
+                    stretch.first + part.first,
+                    part.layers,
+                    part.piece.blocks,
+                    **self._limits,
+                )
+                gather.record(stage.filled)
+                copy.wait(stage.filled)
+                self._copy(copy, part, stage.memory, to_host=True)
+                copy.record(stage.drained)
+                stage.used = True
+        finally:
+            gather.record(joined)
+            copy.record(done)
 
     def _parts(self, layers: Sequence[int], move: Move) -> Iterator[_Part]:
         """Fill each piece: with all the blocks of as many layers as fit, or with a part of one layer's blocks."""

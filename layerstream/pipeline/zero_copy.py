@@ -61,11 +61,13 @@ class ZeroCopyPath:
         """See `TransferPath`."""
         self._load.wait(after)
         self._load.record(begun)
-        for layer in layers:
-            pages, storage = self._cache.layers[layer], self._cache.storages[layer]
-            for blocks, span in self._runs(layer, move):
-                self._load.launch(self._kernels.scatter_pages, storage, span, pages, blocks, **self._options)
-        self._load.record(done)
+        try:
+            for layer in layers:
+                pages, storage = self._cache.layers[layer], self._cache.storages[layer]
+                for blocks, span in self._runs(layer, move):
+                    self._load.launch(self._kernels.scatter_pages, storage, span, pages, blocks, **self._options)
+        finally:
+            self._load.record(done)
 
     def save(
         self, layers: Sequence[int], move: Move, *, after: Event, begun: Event, joined: Event, done: Event
@@ -73,12 +75,14 @@ class ZeroCopyPath:
         """See `TransferPath`. The KV cache is read until the pool holds every byte, so `joined` and `done` coincide."""
         self._save.wait(after)
         self._save.record(begun)
-        for layer in layers:
-            pages, storage = self._cache.layers[layer], self._cache.storages[layer]
-            for blocks, span in self._runs(layer, move):
-                self._save.launch(self._kernels.gather_pages, span, storage, pages, blocks, **self._options)
-        self._save.record(joined)
-        self._save.record(done)
+        try:
+            for layer in layers:
+                pages, storage = self._cache.layers[layer], self._cache.storages[layer]
+                for blocks, span in self._runs(layer, move):
+                    self._save.launch(self._kernels.gather_pages, span, storage, pages, blocks, **self._options)
+        finally:
+            self._save.record(joined)
+            self._save.record(done)
 
     def _runs(self, layer: int, move: Move) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The blocks of each run of pool pages, and the run's bytes of a layer."""

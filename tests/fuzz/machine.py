@@ -21,7 +21,8 @@ from vllm.v1.request import RequestStatus
 
 from layerstream.jobs import JobKind
 from tests.fuzz.statistics import Statistics
-from tests.rigs.fuzz_rig import OVERDUE_S, FuzzRig, Setup
+from tests.rigs.fuzz_rig import OVERDUE_S, FuzzRig
+from tests.rigs.fuzz_setup import Setup
 from tests.rigs.scheduler_rig import BLOCK
 
 STATISTICS = Statistics()
@@ -30,8 +31,6 @@ MOST = 6
 """Requests at a time."""
 MODES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.NONE)
 TROUBLES = (
-    "reports are late",
-    "rank is silent",
     "reports are lost",
     "mended",
     "mended",
@@ -43,9 +42,15 @@ OPERATIONS = (
     "vLLM forgets",
     "ranks stall",
     "ranks go on",
+    "reports are late",
+    "reports are late",
+    "rank is silent",
+    "rank speaks",
+    "rank speaks",
     "reset of vLLM's cache",
     "reset of both caches",
     "reset under way",
+    "new weights",
 )
 
 often = st.sampled_from((True, True, True, False))
@@ -55,7 +60,7 @@ setups = st.builds(
     seed=st.integers(0, 1 << 16),
     ranks=st.integers(1, 3),
     blocks=st.integers(10, 28),
-    slots=st.sampled_from((2, 4, 8, 24)),
+    slots=st.sampled_from((2, 4, 4, 8, 24)),
     chunk_blocks=st.sampled_from((1, 2, 4)),
     step_tokens=st.sampled_from((24, 48, 96, 256)),
     load_mode=st.sampled_from(("layerwise", "parked")),
@@ -107,6 +112,11 @@ def is_busy(machine: ServingMachine) -> bool:
     return bool(machine.alive)
 
 
+def is_unlucky(machine: ServingMachine) -> bool:
+    """Whether ranks and reports may fail."""
+    return not machine.lucky
+
+
 class ServingMachine(RuleBasedStateMachine):
     """One engine from its start to its end."""
 
@@ -119,15 +129,16 @@ class ServingMachine(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.added = 0
 
-    @initialize(setup=setups, forgets=often)
-    def start(self, setup: Setup, forgets: bool) -> None:
+    @initialize(setup=setups, forgets=often, lucky=st.sampled_from((True, True, False)))
+    def start(self, setup: Setup, forgets: bool, lucky: bool) -> None:
         """
         Args:
             setup: the engine.
             forgets: whether vLLM forgets what it has cached before a request comes, so that hits are ours.
+            lucky: whether nothing fails or is lost, since an engine that has seen that soon loads nothing.
         """
         self.rig = FuzzRig(_folder(), setup)
-        self.forgets = forgets
+        self.forgets, self.lucky = forgets, lucky
         self.broken = False
         STATISTICS.machines += 1
         for option in fields(Setup):
@@ -152,7 +163,7 @@ class ServingMachine(RuleBasedStateMachine):
         """A request comes: with a new prompt, or with the head of an earlier one, of any length.
 
         Args:
-            source: an earlier prompt; a new one if there is none of that number.
+            source: an earlier prompt; a new one if 0.
             blocks: of it to take.
             end: tokens of it to take behind them.
             tail: new tokens behind them.
@@ -160,10 +171,10 @@ class ServingMachine(RuleBasedStateMachine):
             again: whether it comes under the name of a request that has ended.
         """
         self.added += 1
-        if source >= len(self.prompts):
-            head = self._new(blocks * BLOCK + end)
+        if source and self.prompts:
+            head = self.prompts[source % len(self.prompts)][: blocks * BLOCK + end]
         else:
-            head = self.prompts[source][: blocks * BLOCK + end]
+            head = self._new(blocks * BLOCK + end)
         prompt = [*head, *(2 + (self.added * 71 + i) % 900 for i in range(tail))]
         answer = min(answer, self._room // 2)
         prompt = prompt[: self._room - answer] or [7]
@@ -205,7 +216,9 @@ class ServingMachine(RuleBasedStateMachine):
     @action(is_busy, which=st.integers(0, MOST - 1))
     def abort(self, which: int) -> None:
         """A client goes away."""
-        name = self.alive[which % len(self.alive)]
+        self._abort(self.alive[which % len(self.alive)])
+
+    def _abort(self, name: str) -> None:
         flights = self.rig.coordinator._flights._due.values()
         moving = {flight.job.kind.name for flight in flights if flight.job.request_id == name}
         status = self.rig.lives[name].request.status.name
@@ -213,8 +226,8 @@ class ServingMachine(RuleBasedStateMachine):
             STATISTICS.events[f"abort: {status}, {what}"] += 1
         self.rig.abort(name)
 
-    @action(what=st.sampled_from(OPERATIONS), rank=st.integers(0, 2))
-    def operate(self, what: str, rank: int) -> None:
+    @action(what=st.sampled_from(OPERATIONS), rank=st.integers(0, 2), steps=st.sampled_from((0, 1, 3, 10)))
+    def operate(self, what: str, rank: int, steps: int) -> None:
         """Something that is as it should be happens at a bad moment."""
         rig, rank = self.rig, rank % self.rig.setup.ranks
         match what:
@@ -226,35 +239,64 @@ class ServingMachine(RuleBasedStateMachine):
                 rig.stalled = True
             case "ranks go on":
                 rig.stalled = False
+            case "reports are late":
+                rig.mailboxes[rank].late = steps
+            case "rank is silent":
+                rig.held_back.add(rank)
+            case "rank speaks":
+                rig.held_back.discard(rank)
             case "reset of vLLM's cache":
                 rig.reset(connector=False, running=False)
             case "reset of both caches":
                 rig.reset(connector=True, running=False)
             case "reset under way":
                 rig.reset(connector=True, running=True)
+            case "new weights":
+                for name in self.alive:
+                    self._abort(name)
+                self.steps(2)
+                rig.reset(connector=True, running=False)
 
-    @action(what=st.sampled_from(TROUBLES), rank=st.integers(0, 2), steps=st.sampled_from((0, 1, 3, 10)))
-    def trouble(self, what: str, rank: int, steps: int) -> None:
+    @action(is_unlucky, what=st.sampled_from(TROUBLES), rank=st.integers(0, 2))
+    def trouble(self, what: str, rank: int) -> None:
         """Something goes wrong with a rank, or is mended."""
         rig, rank = self.rig, rank % self.rig.setup.ranks
-        mailbox = rig.mailboxes[rank]
         match what:
-            case "reports are late":
-                mailbox.late = steps
-            case "rank is silent":
-                rig.held_back.add(rank)
             case "reports are lost":
-                mailbox.losing = True
+                rig.mailboxes[rank].losing = True
             case "mended":
-                rig.held_back.discard(rank)
-                mailbox.late, mailbox.losing = 0, False
+                rig.mailboxes[rank].hurry(lost=True)
             case "all are overdue":
                 rig.jump(OVERDUE_S)
 
-    @action(lambda machine: machine.added > 6, rank=st.integers(0, 2), kind=st.sampled_from(JobKind))
-    def fail(self, rank: int, kind: JobKind) -> None:
-        """A rank's next job of a kind fails."""
+    @action(
+        lambda machine: is_unlucky(machine) and has_room(machine) and machine.prompts,
+        source=st.integers(0, 7),
+        tokens=st.integers(1, 8 * BLOCK),
+    )
+    def hang(self, source: int, tokens: int) -> None:
+        """Ranks hang while they load, until the load is given up and another request comes for the blocks."""
+        self.rig.stalled = True
+        self.rig.forget_cached()
+        for prompt in (self.prompts[source % len(self.prompts)], self._new(min(tokens, self._room - 1))):
+            self.added += 1
+            self._serve(f"r{self.added}", prompt, 1)
+            self.steps(2)
+            self.rig.jump(OVERDUE_S)
+            self.steps(2)
+
+    @action(
+        lambda machine: is_unlucky(machine) and has_room(machine) and machine.added > 4,
+        rank=st.integers(0, 2),
+        kind=st.sampled_from((JobKind.PARKED_LOAD, JobKind.PARKED_LOAD, JobKind.LOAD, JobKind.SAVE)),
+        source=st.integers(0, 7),
+    )
+    def fail(self, rank: int, kind: JobKind, source: int) -> None:
+        """A rank's next job of a kind fails, and a prompt comes again, which may well be that job's."""
         self.rig.mailboxes[rank % self.rig.setup.ranks].failing.add(kind)
+        self.rig.forget_cached()
+        self.added += 1
+        self._serve(f"r{self.added}", self.prompts[source % len(self.prompts)], 2)
 
     @action(is_busy)
     def settle(self) -> None:
@@ -282,9 +324,9 @@ class ServingMachine(RuleBasedStateMachine):
         rig = self.rig
         assert rig.wrong == []
         assert not any(recorder.races for recorder in rig.recorders)
+        rig.check_books()
         index, flights = rig.coordinator._index, rig.coordinator._flights
         assert index is not None
-        assert index.chunks <= index.used <= index.slots
         statuses = Counter(rig.statuses())
         STATISTICS.visit(
             (

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.fuzz.machine import STATISTICS, ServingMachine
+from tests.rigs.scheduler_faults import FAULTS
+
+# A machine is a whole engine, and most of them are slow to draw.
+SHORT = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    print_blob=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A thousand engines say too much."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_whatever_clients_operators_and_bad_luck_do_no_byte_is_wrong_and_nothing_is_left_over() -> None:
+    run_state_machine_as_test(ServingMachine, settings=SHORT)
+    seen = STATISTICS
+    assert seen.steps > 2000
+    assert min(seen.events[what] for what in ("blocks loaded", "chunks evicted", "preemptions")) > 0
+    assert min(seen.events[f"steps in {mode}"] for mode in ("FULL", "PIECEWISE", "NONE", "no forward")) > 100
+    assert min(seen.faults[what] for what in ("report late", "jobs given up")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name](monkeypatch)
+    search = settings(SHORT, max_examples=300, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - any: an assertion, a race, an error of vLLM's or ours
+        run_state_machine_as_test(seed(0)(ServingMachine), settings=search)

@@ -1,0 +1,193 @@
+"""Faults to plant in the scheduler half, and at its border: each breaks one promise of the design."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from layerstream.coordinator import Coordinator
+from layerstream.engine import StreamEngine
+from layerstream.flights import Flight, Flights
+from layerstream.hooks.vllm.scheduler import BlockPoolHolds
+from layerstream.index import Chunk, PrefixIndex
+from layerstream.jobs import JobKind, Report
+from tests.rigs.faults import at_once, early_report
+
+Plant = Callable[[pytest.MonkeyPatch], object]
+
+
+def no_pins(patch: pytest.MonkeyPatch) -> None:
+    """Law 3: a hit that was taken up may be evicted."""
+    patch.setattr(PrefixIndex, "pin", lambda *_: None)
+    patch.setattr(PrefixIndex, "unpin", lambda *_: None)
+
+
+def no_holds(patch: pytest.MonkeyPatch) -> None:
+    """Law 4: blocks of a parked load are handed on with their request."""
+    patch.setattr(BlockPoolHolds, "hold", lambda *_: None)
+    patch.setattr(BlockPoolHolds, "release", lambda *_: None)
+
+
+def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """Law 2: a job has ended once any rank has answered."""
+    make = Flights.__init__
+
+    def init(flights: Flights, **arguments: Any) -> None:
+        make(flights, **arguments)
+        flights.world_size = 1
+
+    patch.setattr(Flights, "__init__", init)
+
+
+def last_block_hits(patch: pytest.MonkeyPatch) -> None:
+    """Law 3: the block of the last prompt token is offered too."""
+    match = Coordinator.match
+
+    def generous(half: Coordinator, name: str, hashes: Sequence[bytes], tokens: int, local: int) -> int | None:
+        return match(half, name, hashes, tokens + 1, local)
+
+    patch.setattr(Coordinator, "match", generous)
+
+
+def slots_of_the_dead_are_free(patch: pytest.MonkeyPatch) -> None:
+    """A slot is handed on as soon as its chunk has left the index, whoever still reads or writes it."""
+    settle, clear = PrefixIndex._settle, PrefixIndex.clear
+
+    def hasty(index: PrefixIndex, chunk: Chunk) -> None:
+        if chunk.live:
+            settle(index, chunk)
+        elif chunk.slot >= 0:
+            index._slots.give((chunk.slot,))
+            chunk.slot = -1
+
+    def clear_all(index: PrefixIndex) -> None:
+        busy = [chunk for chunk in index._heads.values() if chunk.pins or chunk.writers]
+        clear(index)
+        for chunk in busy:
+            hasty(index, chunk)
+
+    patch.setattr(PrefixIndex, "_settle", hasty)
+    patch.setattr(PrefixIndex, "clear", clear_all)
+
+
+def a_gate_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    """Law 6: the second layer's hook waits for nothing."""
+    wait = StreamEngine.wait_layer
+
+    def skip(engine: StreamEngine, layer: int) -> None:
+        gated = engine._gated
+        if layer == 1:
+            engine._gated = None
+        wait(engine, layer)
+        engine._gated = gated
+
+    patch.setattr(StreamEngine, "wait_layer", skip)
+
+
+def reports_count_twice(patch: pytest.MonkeyPatch) -> None:
+    """Law 2: a rank's answer is taken for those of two."""
+    answer = Flights.answer
+
+    def twice(flights: Flights, report: Report) -> list[Flight]:
+        doubled = [{job: 2 * ranks for job, ranks in answers.items()} for answers in (report.done, report.failed)]
+        return answer(flights, Report(done=doubled[0], failed=doubled[1]))
+
+    patch.setattr(Flights, "answer", twice)
+
+
+def finish_forgets_a_flight(patch: pytest.MonkeyPatch) -> None:
+    """A request that ends takes its jobs with it."""
+    finish = Coordinator.finish
+
+    def forget(half: Coordinator, name: str) -> None:
+        finish(half, name)
+        for job_id in [job_id for job_id, flight in half._flights._due.items() if flight.job.request_id == name]:
+            del half._flights._due[job_id]
+
+    patch.setattr(Coordinator, "finish", forget)
+
+
+def saves_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Every block that has a hash is saved, computed or not."""
+    observe = Coordinator.observe
+
+    def eager(half: Coordinator, name: str, hashes: Sequence[bytes], computed: int, *others: Any, **more: Any) -> None:
+        observe(half, name, hashes, len(hashes) * half._block_tokens, *others, **more)
+
+    patch.setattr(Coordinator, "observe", eager)
+
+
+def a_reset_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    """What is being saved while a reset comes is published after it."""
+    reset = Coordinator.reset
+
+    def lax(half: Coordinator) -> bool:
+        if half._flights.due:
+            half.epoch += 1
+            return False
+        return reset(half)
+
+    patch.setattr(Coordinator, "reset", lax)
+
+
+def failures_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A job that a rank has failed counts as done."""
+    answer = Flights.answer
+
+    def trusting(flights: Flights, report: Report) -> list[Flight]:
+        done = dict(report.done)
+        for job, ranks in report.failed.items():
+            done[job] = done.get(job, 0) + ranks
+        return answer(flights, Report(done=done))
+
+    patch.setattr(Flights, "answer", trusting)
+
+
+def overdue_is_over(patch: pytest.MonkeyPatch) -> None:
+    """Law 4: what a job that was given up may still touch is handed on at once."""
+    expire = Coordinator.expire
+
+    def hand_on(half: Coordinator) -> None:
+        expire(half)
+        for flight in list(half._flights._overdue.values()):
+            del half._flights._overdue[flight.job.job_id]
+            flight.failed = True
+            half._end(flight)
+
+    patch.setattr(Coordinator, "expire", hand_on)
+
+
+def _early_save(patch: pytest.MonkeyPatch) -> object:
+    return early_report(JobKind.SAVE, at_once)(patch)
+
+
+def pages_are_one_off(patch: pytest.MonkeyPatch) -> None:
+    """A load reads its blocks from the pages beside theirs, unless it starts a chunk."""
+    runs = PrefixIndex.runs
+
+    def shifted(index: PrefixIndex, spans: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+        kept = list(spans)
+        moved = [span._replace(lo=span.lo - 1, hi=span.hi - 1) if span.lo else span for span in kept]
+        return runs(index, moved)
+
+    patch.setattr(PrefixIndex, "runs", shifted)
+
+
+FAULTS: dict[str, Plant] = {
+    "dropped pin": no_pins,
+    "dropped hold": no_holds,
+    "early publish": _early_save,
+    "one rank is enough": one_rank_is_enough,
+    "off-by-one hit": last_block_hits,
+    "off-by-one page": pages_are_one_off,
+    "early released slot": slots_of_the_dead_are_free,
+    "gate skipped": a_gate_is_skipped,
+    "report counted twice": reports_count_twice,
+    "finish forgets a flight": finish_forgets_a_flight,
+    "saves run ahead": saves_run_ahead,
+    "reset keeps what is in flight": a_reset_waits_for_nobody,
+    "failures are ignored": failures_are_ignored,
+    "overdue is over": overdue_is_over,
+}
