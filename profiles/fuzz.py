@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MACHINES = 40
-"""Engines in a round: about a minute's work."""
+ENGINES = 40
+"""In a round: about a minute's work."""
 RULES = 60
 """Most rules that an engine sees; the short form has half of it."""
 ROUNDS_A_PROCESS = 30
@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _import_from_checkout()
     from profiles.microbench.machine import commit, describe_machine, versions
     from tests.fuzz.statistics import Statistics
+    from tests.rigs.scheduler_faults import FAULTS
 
+    if chosen.fault not in (None, *FAULTS):
+        print(f"fuzz: no fault is called {chosen.fault!r}; there are {', '.join(FAULTS)}", file=sys.stderr)
+        return 2
     if chosen.reproduce is not None:
         failure = _round_in_one_process(chosen)
         print(failure or "nothing failed")
@@ -86,13 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failure is not None)
 
 
-def run_round(seed: int, fault: str | None, blob: str | None = None) -> tuple[int, dict[str, Any], str | None]:
+def run_round(
+    seed: int, fault: str | None, blob: str | None = None, *, engines: int = ENGINES, shrink: bool = True
+) -> tuple[int, dict[str, Any], str | None]:
     """One round, in a process that may have run others.
 
     Args:
         seed: of what is drawn.
         fault: a fault to plant first (`tests.rigs.scheduler_faults`).
         blob: what hypothesis gave to repeat a failure; only that is run then.
+        engines: to fuzz.
+        shrink: whether to look for the shortest form of a failure, which takes minutes.
 
     Returns:
         The seed, what was seen (`Statistics.to_json`), and the failure if there is one.
@@ -111,13 +119,14 @@ def run_round(seed: int, fault: str | None, blob: str | None = None) -> tuple[in
     if blob is not None:
         wanted = hypothesis.reproduce_failure(hypothesis.__version__, blob.encode())(wanted)
     settings = hypothesis.settings(
-        max_examples=MACHINES,
+        max_examples=engines,
         stateful_step_count=RULES,
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
         report_multiple_bugs=False,
         print_blob=True,
+        phases=[phase for phase in hypothesis.Phase if shrink or phase is not hypothesis.Phase.shrink],
     )
     failure = None
     with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +134,8 @@ def run_round(seed: int, fault: str | None, blob: str | None = None) -> tuple[in
             FAULTS[fault](patch)
         try:
             run_state_machine_as_test(wanted, settings=settings)
+        except hypothesis.errors.DidNotReproduce:
+            pass
         except Exception as error:  # noqa: BLE001 - whatever it is, it was found
             text = "".join(traceback.format_exception(error))
             failure = f"seed {seed}\n{text}\nRun it again with: python profiles/fuzz.py --reproduce BLOB"
@@ -152,7 +163,7 @@ def _progress(seed: int, seen: Any) -> str:
 def _import_from_checkout() -> None:
     """Make `tests` and `profiles` mean the checkout's: neither is installed, and others' packages are called so too."""
     for name in ("tests", "profiles"):
-        if getattr(sys.modules.get(name), "__path__", None) != [str(ROOT / name)]:
+        if str(ROOT / name) not in getattr(sys.modules.get(name), "__path__", ()):
             package = types.ModuleType(name)
             package.__path__ = [str(ROOT / name)]
             sys.modules[name] = package

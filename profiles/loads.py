@@ -14,9 +14,9 @@ The numbers of one layer, or of one group of layers that has one gate, derived a
   moment is counted twice: it belongs to the first gate.
 
 overlap ratio = 1 - exposed stall / load time, both summed over steps; the load time of a step is that in which at least
-one of its loads was under way (`layerstream.timeline.busy_seconds`). A timeline has its gates from device events: there the stall is the time between the
-events before and after the gate. A load without gates (parked, or waited for by nodes inside a CUDA graph) counts for
-the rate and not for the ratio.
+one of its loads was under way (`layerstream.timeline.busy_seconds`). A timeline has its gates from device events: there
+the stall is the time between the events before and after the gate. A load without gates (parked, or waited for by nodes
+inside a CUDA graph) counts for the rate and not for the ratio.
 """
 
 from __future__ import annotations

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from layerstream import assembly
+from layerstream import assembly, backends
 from layerstream.assembly import _open_paths, build_engine, kv_geometry, storage_bytes
 from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError, GeometryError
+from layerstream.graphs.in_graph import EventGates, FlagGates
+from layerstream.host_pool import HostPool
 from layerstream.kernels import reference
 from layerstream.kernels.stack import PageStack
+from layerstream.pipeline.graph_load import GraphLoad
 from layerstream.pipeline.paged_cache import PagedCache, PageKernels
 from layerstream.rate_table import PathRate, RateTable
+from layerstream.streams.cuda import CudaDevice
+from tests.rigs.fake_cuda import FakeCuda
+from tests.rigs.path_rig import KERNELS, KnownMemory, accepting_host_memory
 
 REFERENCE = PageKernels(
     reference.gather_pages, reference.scatter_pages, reference.gather_layers, reference.scatter_layers
@@ -138,3 +145,87 @@ def test_kernels_are_warmed_up_once_a_layout_and_move_nothing(monkeypatch: pytes
     assert warmed == 2 * [("gather", [-1]), ("scatter", [-1])]
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())
     assert engine.close(5.0)
+
+
+class Refusing(KnownMemory):
+    """The system pins nothing."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        return False
+
+
+class GpuAssembly:
+    """Builds engines as on a GPU, of the stand-in's streams, pinning and kernels."""
+
+    def __init__(self, api: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+        self.api, self._patch = api, patch
+        self.pinner: KnownMemory = KnownMemory()
+        self.tensors = {f"layer.{index}": torch.zeros(4, 2, 16) for index in range(8)}
+
+    def build(self, *, rank: int = 0, **options: object) -> Any:
+        kernels = PageKernels(*(self.api.kernel(accepting_host_memory(kernel)) for kernel in KERNELS))
+        parts = (CudaDevice(0, api=self.api), self.pinner, kernels)
+        self._patch.setattr(assembly, "open_device", lambda _: parts)
+        extra = {"host_gib": 0.001, "transfer_path": "staged", "staging_mib": 2, **options}
+        config = StreamConfig.from_extra(extra)
+        return build_engine(self.tensors, num_blocks=4, block_tokens=2, config=config, rank=rank)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuAssembly]:
+    with FakeCuda() as api:
+        yield GpuAssembly(api, monkeypatch)
+
+
+def test_options_reach_the_parts_of_a_gpu_engine(gpu: GpuAssembly) -> None:
+    engine = gpu.build(graph_loads=True, max_copy_sms=3, rank=4)
+    assert isinstance(engine._graph_load, GraphLoad)
+    assert engine._graph_load._options["max_ctas"] == 3
+    assert engine._paths.save._limits == {"max_ctas": 3}
+    pieces = engine._paths.save._load_ring._pieces
+    assert sum(piece.memory.numel() for piece in pieces) == 1 << 20
+    assert engine._group_bytes == backends.GROUP_BYTES["cuda"]
+    assert engine._ledger._rank == 4
+    assert engine.in_graph is None
+
+
+def test_without_a_pinned_pool_no_load_is_captured(gpu: GpuAssembly) -> None:
+    gpu.pinner = Refusing()
+    assert gpu.build(graph_loads=True)._graph_load is None
+
+
+@pytest.mark.parametrize("waits", ["live", "launch"])
+def test_waits_in_graphs_are_of_the_kind_asked_for(
+    gpu: GpuAssembly, waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(gpu.build(in_graph_waits="flags").in_graph, FlagGates)
+    monkeypatch.setattr(assembly, "captured_waits", lambda *_: waits)
+    gates = gpu.build(in_graph_waits="events").in_graph
+    assert isinstance(gates, EventGates)
+    assert gates._live is (waits == "live")
+
+
+def test_the_largest_page_decides_about_paths(gpu: GpuAssembly, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(assembly, "machine_rates", lambda place, page_bytes, folder: asked.append(page_bytes))
+    gpu.tensors = {"narrow": torch.zeros(4, 2, 16), "wide": torch.zeros(4, 2, 32)}
+    gpu.build(transfer_path="auto")
+    assert asked == [256]
+
+
+def test_the_pool_lies_near_the_gpu(gpu: GpuAssembly, monkeypatch: pytest.MonkeyPatch) -> None:
+    near: list[object] = []
+
+    def spy(**parts: Any) -> Any:
+        near.append(parts["cores"])
+        return HostPool(**parts)
+
+    monkeypatch.setattr(assembly, "memory_cores", lambda _: [0])
+    monkeypatch.setattr(assembly, "HostPool", spy)
+    gpu.build()
+    assert near == [[0]]
+
+
+def test_kernels_that_read_the_pool_are_warmed_up_too(gpu: GpuAssembly) -> None:
+    gpu.build()
+    assert {"gather_pages", "scatter_pages"} <= {entry.what for entry in gpu.api.log if entry.call == "launch"}

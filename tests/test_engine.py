@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from layerstream.assembly import build_engine, kv_geometry, storage_bytes
-from layerstream.config import StreamConfig
+from layerstream.assembly import kv_geometry, storage_bytes
 from layerstream.engine import StreamEngine
 from layerstream.errors import TransferError, VerifyError
-from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.jobs import JobKind, StepPlan
 from layerstream.kernels import reference
 from layerstream.kernels.stack import PageStack
 from layerstream.timeline import read_timeline
 from layerstream.transfers import Transfer
-
-LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 5, 24, 2, 4, 16
-
-
-def kv_tensors(layers: int = LAYERS) -> dict[str, torch.Tensor]:
-    """`[blocks, heads, tokens, width]` float32 per layer, in one storage, layer after layer."""
-    everything = torch.arange(layers * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.float32)
-    return {
-        f"layer.{index}": part.view(BLOCKS, HEADS, TOKENS, WIDTH) for index, part in enumerate(everything.chunk(layers))
-    }
-
-
-def make_engine(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
-    extra = {
-        "host_gib": 0.01,
-        "chunk_tokens": 3 * TOKENS,
-        "staging_mib": 1,
-        "transfer_path": "staged",
-        "layers_per_gate": 1,
-    }
-    extra.update(options)
-    return build_engine(tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=StreamConfig.from_extra(extra))
+from tests.rigs.engine_rig import (
+    BLOCKS,
+    LAYERS,
+    TOKENS,
+    job,
+    kv_tensors,
+    make_engine,
+    replace_kernel,
+    reports,
+    run_step,
+)
 
 
 @pytest.fixture
@@ -53,43 +40,6 @@ def engine(tensors: dict[str, torch.Tensor]) -> Iterator[StreamEngine]:
     engine = make_engine(tensors)
     yield engine
     assert engine.close(10.0)
-
-
-def job(job_id: int, kind: JobKind, blocks: list[int], *runs: tuple[int, int], request: str = "r") -> Job:
-    return Job(job_id=job_id, kind=kind, request_id=request, block_ids=tuple(blocks), pool_runs=runs)
-
-
-def run_step(engine: StreamEngine, *jobs: Job, hooks: bool = True, step: int = 1) -> None:
-    """One step as an engine with hooks runs it: gated loads before the forward, others after it."""
-    plan = StepPlan(step=step, jobs=jobs) if jobs else None
-    engine.begin_step(plan)
-    if plan is not None and plan.gated:
-        engine.start_loads(layerwise=hooks)
-    if hooks:
-        for layer in range(LAYERS):
-            engine.wait_layer(layer)
-            engine.save_layer(layer)
-    if plan is not None and not plan.gated:
-        engine.start_loads(layerwise=hooks)
-    engine.end_step()
-
-
-def replace_kernel(
-    monkeypatch: pytest.MonkeyPatch, engine: StreamEngine, name: str, kernel: Callable[..., None]
-) -> None:
-    path: Any = engine._paths.save
-    monkeypatch.setattr(path, "_kernels", path._kernels._replace(**{name: kernel}))
-
-
-def reports(engine: StreamEngine, *job_ids: int) -> Report:
-    """Poll until every job is reported, done or failed."""
-    total = Report()
-    deadline = time.monotonic() + 20
-    while set(job_ids) - set(total.done) - set(total.failed):
-        assert time.monotonic() < deadline, f"jobs {job_ids} not reported: {total}"
-        if (report := engine.poll()) is not None:
-            total = total.merge(report)
-    return total
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["hooks run", "no hook runs"])
@@ -113,17 +63,28 @@ def test_saved_blocks_come_back_byte_for_byte(
     assert report.stats.gated_load_seconds > 0
 
 
-def test_a_gate_waits_for_its_own_layer_and_no_other(engine: StreamEngine, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_gate_waits_for_its_own_layer_and_no_other(
+    engine: StreamEngine, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_step(engine, job(1, JobKind.SAVE, [0, 1], (0, 2)))
     reports(engine, 1)
     want = {name: tensor[:2].clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor[:2] = -1.0
+    may_arrive = [threading.Event() for _ in range(LAYERS)]
+
+    def held(stack: PageStack, first: int, layers: int, src: torch.Tensor, blocks: torch.Tensor) -> None:
+        assert may_arrive[first].wait(20.0), "a gate waits for a later layer"
+        reference.scatter_layers(stack, first, layers, src, blocks)
+
+    replace_kernel(monkeypatch, engine, "scatter_layers", held)
     engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.LOAD, [0, 1], (0, 2)),)))
     engine.start_loads(layerwise=True)
     for layer, (name, tensor) in enumerate(tensors.items()):
+        threading.Timer(0.01, may_arrive[layer].set).start()
         engine.wait_layer(layer)
         assert torch.equal(tensor[:2], want[name]), name
+        assert all(bool((later[:2] == -1).all()) for later in list(tensors.values())[layer + 1 :])
         engine.save_layer(layer)
     engine.end_step()
 
@@ -134,9 +95,19 @@ def test_hooks_may_run_twice_and_in_any_order(engine: StreamEngine, tensors: dic
     for layer in (2, 0, 2, 4, 0):
         engine.wait_layer(layer)
         engine.save_layer(layer)
+    assert engine._save is not None
+    assert [part.layers for part in engine._save.parts] == [(2,), (0,), (4,)]
     engine.end_step()
-    assert reports(engine, 1).stats.save_blocks == 1
-    run_step(engine, job(2, JobKind.LOAD, [6], (0, 1)))
+    reports(engine, 1)
+    engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.LOAD, [6], (0, 1)),)))
+    engine.start_loads(layerwise=True)
+    gates: list[object] = []
+    for layer in (3, 1, 3, 1):
+        engine.wait_layer(layer)
+        assert engine._gated is not None
+        gates.append(engine._gated.part_of[layer].gate)
+    assert gates[:2] == gates[2:], "a gate is passed once"
+    engine.end_step()
     for name, tensor in tensors.items():
         assert torch.equal(tensor[6], want[name])
 
@@ -249,7 +220,6 @@ def test_a_gated_load_leaves_its_timeline(tensors: dict[str, torch.Tensor], tmp_
     for times in timeline.layers:
         assert 0 <= times.load_begin <= times.load_end <= times.gate_end
         assert times.gate_begin <= times.gate_end <= times.compute_end
-    assert 0 <= timeline.overlap_ratio <= 1
     assert engine.close(10.0)
 
 

@@ -272,18 +272,18 @@ class ServingMachine(RuleBasedStateMachine):
     @action(
         lambda machine: is_unlucky(machine) and has_room(machine) and machine.prompts,
         source=st.integers(0, 7),
-        tokens=st.integers(1, 8 * BLOCK),
+        short=st.integers(0, 4 * BLOCK),
     )
-    def hang(self, source: int, tokens: int) -> None:
-        """Ranks hang while they load, until the load is given up and another request comes for the blocks."""
+    def hang(self, source: int, short: int) -> None:
+        """Ranks hang while they load, until the load is given up and another request wants nearly all blocks."""
         self.rig.stalled = True
         self.rig.forget_cached()
-        for prompt in (self.prompts[source % len(self.prompts)], self._new(min(tokens, self._room - 1))):
+        for prompt in (self.prompts[source % len(self.prompts)], self._new(self._room - 1 - short)):
             self.added += 1
             self._serve(f"r{self.added}", prompt, 1)
             self.steps(2)
             self.rig.jump(OVERDUE_S)
-            self.steps(2)
+            self.steps(4)
 
     @action(
         lambda machine: is_unlucky(machine) and has_room(machine) and machine.added > 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -77,3 +78,21 @@ def test_alike_layers_share_rows_and_differ_by_where_they_lie(layer: int) -> Non
     assert rows.cached[0] == rig.storages[layer].data_ptr() + pages.offset + 7 * pages.page_stride
     assert rows.pooled[0] == rig.pool.span(layer, 4, 1).data_ptr()
     assert rows.nbytes.sum() == 3 * 128
+
+
+def test_rows_end_where_segments_of_the_pool_do_though_they_lie_side_by_side() -> None:
+    page = 4096
+    pages = LayerPages(name="a", num_pages=BLOCKS, offset=0, page_stride=page, run_offsets=(0,), run_bytes=page)
+    memory = torch.zeros(8 * page, dtype=torch.uint8)
+    segments = [memory[: 4 * page], memory[4 * page :]]
+    with mock.patch.object(HostPool, "_map_segment", side_effect=segments):
+        pool = HostPool(page_bytes=[page], chunk_blocks=4, budget_bytes=8 * page, segment_bytes=4 * page)
+    assert pool.pages_per_segment == 4
+    geometry = KVGeometry(layers=(pages,), num_blocks=BLOCKS, block_tokens=1)
+    cache = PagedCache(geometry, [torch.zeros(BLOCKS * page, dtype=torch.uint8)])
+    device = CpuDevice()
+    path = BatchDmaPath(device=device, cache=cache, pool=pool)
+    ids = torch.tensor([2, 3, 4, 5], dtype=torch.int32)
+    rows: Any = path._rows(0, Move(ids.tolist(), ids, pool.split(2, 4)))
+    assert rows.nbytes.tolist() == [2 * page, 2 * page], "a copy must not span two registrations"
+    assert device.close(5.0)

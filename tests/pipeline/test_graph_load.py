@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,8 +32,15 @@ def api() -> Iterator[FakeCuda]:
         yield api
 
 
-def graph_rig(api: FakeCuda, *, sizes: tuple[int, ...] = (4, 16), segment_bytes: int = 1 << 13) -> Rig:
-    """As `make_rig`, with loads by graph. Pool pages lie in many segments."""
+def graph_rig(
+    api: FakeCuda,
+    *,
+    sizes: tuple[int, ...] = (4, 16),
+    segment_bytes: int = 1 << 13,
+    max_ctas: int | None = None,
+    accepting: Callable[[Callable[..., None]], Callable[..., None]] = accepting_host_memory,
+) -> Rig:
+    """As `make_rig`, with loads by graph. Pool pages lie in many segments. `accepting` wraps the kernels."""
     kv = [torch.full((BLOCKS, 8), -1, dtype=torch.int64) for _ in range(LAYERS)]
     geometry = kv_geometry({f"layer.{i}": tensor for i, tensor in enumerate(kv)}, num_blocks=BLOCKS, block_tokens=16)
     device = CudaDevice(0, api=api)
@@ -43,11 +51,11 @@ def graph_rig(api: FakeCuda, *, sizes: tuple[int, ...] = (4, 16), segment_bytes:
         "device": device,
         "cache": PagedCache(geometry, [storage_bytes(tensor) for tensor in kv]),
         "pool": pool,
-        "kernels": PageKernels(*(api.kernel(accepting_host_memory(kernel)) for kernel in KERNELS)),
+        "kernels": PageKernels(*(api.kernel(accepting(kernel)) for kernel in KERNELS)),
     }
     path = open_path("staged", staging_bytes=1 << 14, **shared)  # type: ignore[arg-type]
     with mock.patch("layerstream.kernels.operands.HOST_LAUNCH_BYTES", 3 * 64):
-        graph = GraphLoad(sizes=sizes, **shared)  # type: ignore[arg-type]
+        graph = GraphLoad(sizes=sizes, max_ctas=max_ctas, **shared)  # type: ignore[arg-type]
     paths = PathChoice(loads=[(0, path)], save=path)
     engine = StreamEngine(device=device, geometry=geometry, pool=pool, paths=paths, layers_per_gate=1, graph_load=graph)
     api.run()
@@ -116,6 +124,35 @@ def test_a_load_larger_than_every_graph_takes_the_ordinary_path(api: FakeCuda) -
     api.run()
     assert rig.reports().done == {1: 1}
     assert all((tensor[:5].view(torch.uint8) == 9).all() for tensor in rig.kv)
+
+
+def test_a_load_as_large_as_the_largest_graph_is_captured_too(api: FakeCuda) -> None:
+    rig = graph_rig(api, sizes=(2, 4))
+    rig.engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, [1, 2, 3, 4], [5, 6, 7, 8]),)))
+    rig.engine.start_loads(layerwise=False)
+    assert "replay" in [entry.call for entry in api.log]
+
+
+def test_captured_launches_say_that_they_cross_the_link_and_keep_their_limit(api: FakeCuda) -> None:
+    told: list[tuple[object, object]] = []
+
+    def accepting(kernel: Callable[..., None]) -> Callable[..., None]:
+        def accept(*args: Any, packed_on_host: bool = False, max_ctas: int | None = None, **options: Any) -> None:
+            told.append((packed_on_host, max_ctas))
+            kernel(*args, **options)
+
+        accept.__name__ = kernel.__name__
+        return accept
+
+    rig = graph_rig(api, max_ctas=3, accepting=accepting)
+    assert told
+    assert set(told) == {(True, 3)}
+    told.clear()
+    rig.engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, [1], [5]),)))
+    rig.engine.start_loads(layerwise=False)
+    rig.engine.end_step()
+    api.run()
+    assert set(told) == {(True, 3)}
 
 
 def test_pages_of_several_sizes_are_refused() -> None:

@@ -16,7 +16,7 @@ from layerstream.pipeline.paged_cache import PagedCache, PageKernels
 from layerstream.pipeline.staged import StagedPath
 from layerstream.streams.cuda import CudaDevice
 from tests.rigs.fake_cuda import FakeCuda
-from tests.rigs.path_rig import KERNELS, LAYERS, job, make_rig
+from tests.rigs.path_rig import KERNELS, LAYERS, KnownMemory, job, make_rig
 
 
 @pytest.fixture
@@ -95,3 +95,27 @@ def test_staging_too_small_for_a_page_is_refused(api: FakeCuda) -> None:
             kernels=PageKernels(*KERNELS),
             staging_bytes=3 << 20,
         )
+
+
+def test_a_pool_that_is_not_pinned_is_copied_run_by_run(api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownMemory, "register", lambda *_: False)
+    rig = make_rig(api, group=LAYERS)
+    blocks, flat = [4, 9, 2, 7, 11], [30, 31, 50, 7, 8]
+
+    def words(layer: int, page: int) -> torch.Tensor:
+        return rig.engine.pool.span(layer, page, 1).view(torch.int64)
+
+    for layer in range(LAYERS):
+        for page in flat:
+            words(layer, page).fill_(1000 * layer + page)
+    rig.engine.begin_step(StepPlan(step=1, jobs=(job(1, JobKind.LOAD, blocks, [(30, 2), 50, (7, 2)]),)))
+    rig.engine.start_loads(layerwise=False)
+    rig.engine.end_step()
+    rig.engine.begin_step(StepPlan(step=2, jobs=(job(2, JobKind.SAVE, blocks, [(100, 3), (60, 2)]),)))
+    rig.engine.end_step()
+    api.run()
+    assert "copy_batch" not in [entry.call for entry in api.log], "batches need memory that the driver knows"
+    for layer in range(LAYERS):
+        right = [1000 * layer + page for page in flat]
+        assert rig.kv[layer][blocks, 0].tolist() == right
+        assert [int(words(layer, page)[0]) for page in (100, 101, 102, 60, 61)] == right

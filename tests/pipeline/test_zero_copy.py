@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from layerstream.assembly import storage_bytes
 from layerstream.jobs import JobKind, StepPlan
+from layerstream.pipeline.choice import PathChoice
+from layerstream.pipeline.paged_cache import PagedCache, PageKernels
+from layerstream.pipeline.zero_copy import ZeroCopyPath
 from tests.rigs.fake_cuda import FakeCuda
 from tests.rigs.path_rig import LAYERS, job, make_rig
 
@@ -46,3 +51,31 @@ def test_no_launch_is_longer_than_its_limit(api: FakeCuda) -> None:
     rig.engine.end_step()
     api.run()
     assert [blocks for blocks, _ in sizes] == [3, 3, 2] * LAYERS
+
+
+def test_launches_say_that_they_cross_the_link_and_keep_their_limit(api: FakeCuda) -> None:
+    told: list[tuple[str, dict[str, object]]] = []
+
+    def telling(name: str) -> Callable[..., None]:
+        def kernel(*args: Any, **options: object) -> None:
+            told.append((name, options))
+
+        return api.kernel(kernel)
+
+    rig = make_rig(api, path="zero_copy")
+    engine = rig.engine
+    path = ZeroCopyPath(
+        device=engine.device,
+        cache=PagedCache(engine.geometry, [storage_bytes(tensor) for tensor in rig.kv]),
+        pool=engine.pool,
+        kernels=PageKernels(*map(telling, PageKernels._fields)),
+        max_ctas=3,
+    )
+    engine._paths = PathChoice(loads=[(0, path)], save=path)
+    jobs = (job(1, JobKind.LOAD, [1], [5]), job(2, JobKind.SAVE, [2], [6]))
+    engine.begin_step(StepPlan(step=1, jobs=jobs))
+    engine.start_loads(layerwise=False)
+    engine.end_step()
+    api.run()
+    assert sorted(name for name, _ in told) == ["gather_pages"] * LAYERS + ["scatter_pages"] * LAYERS
+    assert all(options == {"packed_on_host": True, "max_ctas": 3} for _, options in told)
