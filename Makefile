@@ -7,6 +7,7 @@ PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 FUZZ_MINUTES ?= 60
+FUZZ_OUT ?= out/fuzz.json
 # An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
 GPU_PYTHON ?= python3
 
@@ -35,7 +36,8 @@ bench: setup ## measure against the targets: about an hour, with the machine lef
 	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
 
 fuzz: setup ## serve at random under vLLM's real scheduler, for FUZZ_MINUTES (an hour)
-	@$(BIN)/python profiles/fuzz.py --minutes $(FUZZ_MINUTES)
+	@mkdir -p $(dir $(FUZZ_OUT))
+	@$(BIN)/python profiles/fuzz.py --minutes $(FUZZ_MINUTES) --out $(FUZZ_OUT)
 
 gpu-validate: ## prove the GPU path on this machine's GPU, in at most eight minutes (GPU_PYTHON: a python with its torch)
 	@$(GPU_PYTHON) -m profiles.gpu_validate

@@ -131,7 +131,7 @@ def run_round(
     failure = None
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
-            FAULTS[fault](patch)
+            FAULTS[fault].plant(patch)
         try:
             run_state_machine_as_test(wanted, settings=settings)
         except hypothesis.errors.DidNotReproduce:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -121,6 +121,10 @@ class ServingMachine(RuleBasedStateMachine):
     """One engine from its start to its end."""
 
     rig: FuzzRig
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `Setup` that are not drawn."""
+    unlucky: ClassVar[bool] = False
+    """Whether faults are injected into every machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +141,9 @@ class ServingMachine(RuleBasedStateMachine):
             forgets: whether vLLM forgets what it has cached before a request comes, so that hits are ours.
             lucky: whether nothing fails or is lost, since an engine that has seen that soon loads nothing.
         """
+        setup = replace(setup, **self.fixed)
         self.rig = FuzzRig(_folder(), setup)
-        self.forgets, self.lucky = forgets, lucky
+        self.forgets, self.lucky = forgets, lucky and not self.unlucky
         self.broken = False
         STATISTICS.machines += 1
         for option in fields(Setup):

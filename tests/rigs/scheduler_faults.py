@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +16,16 @@ from layerstream.jobs import JobKind, Report
 from tests.rigs.faults import at_once, early_report
 
 Plant = Callable[[pytest.MonkeyPatch], object]
+
+
+class Fault(NamedTuple):
+    """A fault, and on which engines it shows soonest."""
+
+    plant: Plant
+    setup: Mapping[str, Any] = {}
+    """Fields of `Setup`."""
+    unlucky: bool = False
+    """Whether it shows only where ranks and reports fail."""
 
 
 def no_pins(patch: pytest.MonkeyPatch) -> None:
@@ -175,19 +185,20 @@ def pages_are_one_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixIndex, "runs", shifted)
 
 
-FAULTS: dict[str, Plant] = {
-    "dropped pin": no_pins,
-    "dropped hold": no_holds,
-    "early publish": _early_save,
-    "one rank is enough": one_rank_is_enough,
-    "off-by-one hit": last_block_hits,
-    "off-by-one page": pages_are_one_off,
-    "early released slot": slots_of_the_dead_are_free,
-    "gate skipped": a_gate_is_skipped,
-    "report counted twice": reports_count_twice,
-    "finish forgets a flight": finish_forgets_a_flight,
-    "saves run ahead": saves_run_ahead,
-    "reset keeps what is in flight": a_reset_waits_for_nobody,
-    "failures are ignored": failures_are_ignored,
-    "overdue is over": overdue_is_over,
+PARKED = {"load_mode": "parked"}
+FAULTS: dict[str, Fault] = {
+    "dropped pin": Fault(no_pins),
+    "dropped hold": Fault(no_holds, {**PARKED, "recompute": False}, unlucky=True),
+    "early publish": Fault(_early_save),
+    "one rank is enough": Fault(one_rank_is_enough, {"ranks": 2}),
+    "off-by-one hit": Fault(last_block_hits),
+    "off-by-one page": Fault(pages_are_one_off),
+    "early released slot": Fault(slots_of_the_dead_are_free),
+    "gate skipped": Fault(a_gate_is_skipped),
+    "report counted twice": Fault(reports_count_twice, {"ranks": 2}),
+    "finish forgets a flight": Fault(finish_forgets_a_flight),
+    "saves run ahead": Fault(saves_run_ahead),
+    "reset keeps what is in flight": Fault(a_reset_waits_for_nobody),
+    "failures are ignored": Fault(failures_are_ignored, PARKED, unlucky=True),
+    "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
 }
