@@ -22,9 +22,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+POOL_THREADS = ("layerstream-touch", "layerstream-pin")
+"""How the names of a pool's threads begin."""
+
+
 def own_threads() -> list[str]:
     """Names of the threads that work for a pool."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(("layerstream-",)))
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(POOL_THREADS))
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def no_thread_is_left() -> Iterator[None]:
     """Those that were there before belong to another test, which said what is wrong itself."""
     before = set(threading.enumerate())
     yield
-    until(lambda: not any(thread.name.startswith("layerstream-") for thread in set(threading.enumerate()) - before))
+    until(lambda: not any(thread.name.startswith(POOL_THREADS) for thread in set(threading.enumerate()) - before))
 
 
 class FakePinner:
