@@ -129,6 +129,7 @@ def build_engine(
         paths=paths,
         group_bytes=GROUP_BYTES[device.kind],
         layers_per_gate=config.layers_per_gate,
+        whole_ahead=device.kind == "cpu",
         graph_load=graph_load,
         in_graph=_in_graph_gates(device, len(geometry.layers), config),
         verifier=verifier,

@@ -52,6 +52,7 @@ class StreamEngine:
         paths: PathChoice,
         group_bytes: int = 0,
         layers_per_gate: int | None = None,
+        whole_ahead: bool = False,
         graph_load: GraphLoad | None = None,
         in_graph: InGraphGates | None = None,
         verifier: Verifier | None = None,
@@ -67,6 +68,8 @@ class StreamEngine:
             paths: how layers are moved.
             group_bytes: layers smaller than this travel together, up to a quarter of them, until they are as large.
             layers_per_gate: that many layers travel together, whatever their size.
+            whole_ahead: queue all of a load before the forward, and not `GROUPS_AHEAD` groups: where queueing is cheap
+                beside the model, and copies spread over its forward would only disturb it.
             graph_load: submits gated loads that it takes.
             in_graph: gates captured in FULL graphs.
             verifier: compares bytes after every step; blocks the host (option `verify`).
@@ -82,6 +85,7 @@ class StreamEngine:
         self._paths = paths
         self._group_bytes = group_bytes
         self._layers_per_gate = layers_per_gate
+        self._whole_ahead = whole_ahead
         self._graph_load = graph_load
         self.in_graph = in_graph
         names = [layer.name for layer in geometry.layers]
@@ -181,7 +185,7 @@ class StreamEngine:
             if table is not None and self._graph_load is not None:
                 self._submit_graph(self._graph_load, gated, table, submitted)
             else:
-                self._queue_load(gated, len(gated.groups) if armed else GROUPS_AHEAD)
+                self._queue_load(gated, len(gated.groups) if armed or self._whole_ahead else GROUPS_AHEAD)
         self._layerwise = layerwise
         if gated is not None and not armed:
             self._pass_gates(gated, (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer])))

@@ -16,6 +16,7 @@ from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.graphs.in_graph import EventGates, FlagGates
 from layerstream.host_pool import HostPool
+from layerstream.jobs import Job, JobKind, StepPlan
 from layerstream.kernels import reference
 from layerstream.kernels.stack import PageStack
 from layerstream.pipeline.graph_load import GraphLoad
@@ -99,6 +100,22 @@ def test_a_cpu_engine_has_the_path_it_was_asked_for(path: str, name: str) -> Non
     config = StreamConfig.from_extra({"host_gib": 0.001, "transfer_path": path, "staging_mib": 1})
     engine = build_engine(TENSORS, num_blocks=4, block_tokens=2, config=config)
     assert engine._paths.save.name == engine._paths.load(3).name == name
+    assert engine.close(5.0)
+
+
+def test_a_cpu_engine_queues_whole_loads_before_the_forward() -> None:
+    tensors = {f"layer.{index}": torch.zeros(4, 2, 16) for index in range(12)}
+    config = StreamConfig.from_extra({"host_gib": 0.001, "layers_per_gate": 1})
+    engine = build_engine(tensors, num_blocks=4, block_tokens=2, config=config)
+    for layer in range(12):
+        engine.wait_layer(layer)
+    job = Job(job_id=1, kind=JobKind.LOAD, request_id="r", block_ids=(1,), pool_runs=((0, 1),))
+    engine.begin_step(StepPlan(step=1, jobs=(job,)))
+    engine.start_loads(layerwise=True)
+    assert engine._gated is not None and len(engine._gated.parts) == 12
+    for layer in range(12):
+        engine.wait_layer(layer)
+    engine.end_step()
     assert engine.close(5.0)
 
 
