@@ -102,9 +102,9 @@ def launch(
 def _start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int) -> None:
     """Launch, by way of the compiled kernel where it is known.
 
-    Finding it through Triton costs the host 18 to 20 of the 29 us that a launch takes with a launcher that does nothing (timed
-    on a 2-core AMD EPYC with Triton 3.6 and 3.9). Here nothing selects a kernel but what the key holds, as no argument
-    is specialized.
+    Finding it through Triton costs the host 18 to 20 of the 29 us that a launch takes with a launcher that does nothing
+    (timed on a 2-core AMD EPYC with Triton 3.6 and 3.9). Here nothing selects a kernel but what the key holds, as no
+    argument is specialized.
     """
     device = arguments[2].device.index
     # The constants of a plan are one object for as long as the process lives.
