@@ -58,6 +58,11 @@ def _is_absolute_path(value: object) -> bool:
     return isinstance(value, str) and Path(value).is_absolute() and "\0" not in value
 
 
+def _is_tiers(value: object) -> bool:
+    # What an object may say is its tier's business (`layerstream.tiers.registry.parse_tiers`).
+    return isinstance(value, (list, tuple)) and all(isinstance(tier, Mapping) and "type" in tier for tier in value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
     """Options of one engine, checked when made.
@@ -82,6 +87,8 @@ class StreamConfig:
     """Save blocks that fill while a request decodes, as well as blocks of its prompt."""
     namespace: str = _option("", f"a string of at most {_NAMESPACE_CHARS} printable characters", _is_namespace)
     """Part of every key: engines with different namespaces share nothing; it is hashed, never used as a path."""
+    tiers: tuple[Mapping[str, Any], ...] = _option((), 'a list of objects, each with a "type"', _is_tiers)
+    """Where chunks go that outlive the host pool, in the order they are asked: see Tiers below."""
     require_piecewise: bool = _option(False, "true or false", _is_bool)
     """Ask vLLM for PIECEWISE CUDA graphs only; not needed for correctness."""
     log_interval_s: float = _option(10.0, "a number >= 0", lambda v: _is_number(v) and v >= 0)
@@ -118,6 +125,7 @@ class StreamConfig:
     def __post_init__(self) -> None:
         _refuse(_faults({option.name: getattr(self, option.name) for option in fields(self)}))
         # JSON writes 10 and 10.0 alike, so an int given for a float becomes one, once, here.
+        object.__setattr__(self, "tiers", tuple(dict(tier) for tier in self.tiers))
         for name in ("host_gib", "log_interval_s"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else float(value))

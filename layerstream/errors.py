@@ -5,6 +5,8 @@
     ├── GeometryError        also ValueError           a KV layout that is not understood
     ├── GraphError           also RuntimeError         a captured forward cannot be replayed, or not captured
     ├── PoolError            also MemoryError          the host pool cannot be set up
+    ├── TierError            also OSError              a tier did not do what it was asked to
+    │   └── ObjectError                                what a tier returned is not the object that was asked for
     └── TransferError        also RuntimeError         bytes did not arrive as promised
         ├── RaceError                                  two accesses conflict, and no event orders them
         ├── TransferTimeout  also TimeoutError         a copy did not end by its deadline
@@ -32,6 +34,14 @@ class GraphError(LayerStreamError, RuntimeError):
 
 class PoolError(LayerStreamError, MemoryError):
     """The host pool cannot be set up as asked."""
+
+
+class TierError(LayerStreamError, OSError):
+    """A tier cannot be reached, refused, or answered too late; the message says which and what it was asked."""
+
+
+class ObjectError(TierError):
+    """Bytes that came from a tier are damaged, incomplete, of another version, or another object's."""
 
 
 class TransferError(LayerStreamError, RuntimeError):

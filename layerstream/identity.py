@@ -113,16 +113,17 @@ class Namespace:
         return True, ""
 
 
-def block_key(namespace_digest: bytes, block_hash: bytes, rank: int) -> bytes:
-    """Name of one rank's bytes of one block in a lower tier: 32 bytes.
+def object_key(namespace_digest: bytes, last_block: bytes, start: int, blocks: int) -> bytes:
+    """Name of a tier object, the same for every rank's: 32 bytes.
 
     Args:
         namespace_digest: `Namespace.digest()`.
-        block_hash: the engine's hash of the block, of any length.
-        rank: over tensor and pipeline parallel ranks, 0 <= rank < 2**32.
+        last_block: the engine's hash of the object's last block, of any length; chained, so it names the whole prefix.
+        start: blocks of the prefix before the object.
+        blocks: blocks in the object. Engines with other chunks cut the same prefix into other objects.
     """
-    digest = _blake(b"ls.block")
-    _feed(digest, namespace_digest, block_hash, rank.to_bytes(4, "little"))
+    digest = _blake(b"ls.object")
+    _feed(digest, namespace_digest, last_block, start.to_bytes(8, "little"), blocks.to_bytes(8, "little"))
     return digest.digest()
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from layerstream.metrics import TransferStats
+from layerstream.metrics import TierTraffic, TransferStats
 
 
 class JobKind(enum.IntEnum):
-    """Direction of a job, seen from the GPU."""
+    """Direction of a job."""
 
     LOAD = 1
     """Host pool to KV cache, layer by layer, gated: the same step's attention waits for each layer."""
@@ -21,6 +21,10 @@ class JobKind(enum.IntEnum):
     """Host pool to KV cache for a request that is not scheduled until every rank reported the job done."""
     SAVE = 3
     """KV cache to host pool."""
+    PROMOTE = 4
+    """Tier to host pool."""
+    DEMOTE = 5
+    """Host pool to tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,47 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierObject:
+    """Consecutive blocks of one prefix, over all layers, as tiers keep them; every rank has an object of its own.
+
+    Objects lie on a grid: they start at multiples of the chunk's blocks, whatever chunks of the host pool their blocks
+    are in. Only a prefix's last object is shorter than a chunk.
+    """
+
+    key: bytes
+    """Names the namespace and the whole prefix up to the object's last block (`layerstream.identity.object_key`)."""
+    parent: bytes
+    """Key of the prefix's object before it; empty for the first."""
+    start: int
+    """Blocks of the prefix before it, a multiple of the chunk's blocks."""
+    blocks: int
+    """Blocks in it, at least 1 and at most a chunk's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierJob:
+    """Objects of one prefix to move between a tier and the host pool: PROMOTE or DEMOTE."""
+
+    job_id: int
+    """As `Job.job_id`, in the same numbers."""
+    kind: JobKind
+    tier: int
+    """Position of the tier in the option `tiers`."""
+    namespace: bytes
+    """`Namespace.digest()` of the engine."""
+    chain: tuple[bytes, ...]
+    """Keys of the prefix's objects before the first of `objects`: for tiers that hash prefixes themselves."""
+    objects: tuple[TierObject, ...]
+    """Consecutive objects of the prefix."""
+    skip: int = 0
+    """Leading blocks of the first object that do not go to the pool: it has them already."""
+    pool_runs: tuple[tuple[int, int], ...]
+    """(first pool page, count) of the objects' blocks in order, without those skipped."""
+    ticket: str = ""
+    """What the tier's lookup gave out for this read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAccess:
     """Blocks that a step's forward touches in every layer: manager block ids, repeated where requests share some."""
 
@@ -54,6 +99,7 @@ class StepPlan:
 
     step: int
     jobs: tuple[Job, ...] = ()
+    tier_jobs: tuple[TierJob, ...] = ()
     model: ModelAccess | None = None
     """Only with the option `sanitize`."""
 
@@ -77,6 +123,10 @@ class Report:
     """job id -> number of ranks that gave up; a job one rank failed has failed."""
     ready_slots: dict[int, int] = field(default_factory=dict)
     """rank -> slots of its pool that may be used, counted from slot 0; of ranks where there are more than before."""
+    moved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """id of a tier job -> (number of ranks that have ended it, fewest leading objects that one of them moved)."""
+    tiers: dict[int, TierTraffic] = field(default_factory=dict)
+    """Position of a tier -> what was moved from and to it, and what failed."""
     stats: TransferStats = field(default_factory=TransferStats)
 
     def merge(self, other: Report) -> Report:
@@ -85,10 +135,24 @@ class Report:
         for mine, theirs in ((done, other.done), (failed, other.failed)):
             for job_id, count in theirs.items():
                 mine[job_id] = mine.get(job_id, 0) + count
+        moved = dict(self.moved)
+        for job_id, (ranks, objects) in other.moved.items():
+            others, fewest = moved.get(job_id, (0, objects))
+            moved[job_id] = (ranks + others, min(objects, fewest))
+        tiers = dict(self.tiers)
+        for tier, traffic in other.tiers.items():
+            tiers[tier] = traffic.merge(tiers.get(tier, TierTraffic()))
         ready = dict(self.ready_slots)
         for rank, slots in other.ready_slots.items():
             ready[rank] = max(slots, ready.get(rank, 0))
-        return Report(done=done, failed=failed, ready_slots=ready, stats=self.stats.merge(other.stats))
+        return Report(
+            done=done,
+            failed=failed,
+            ready_slots=ready,
+            moved=moved,
+            tiers=tiers,
+            stats=self.stats.merge(other.stats),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +176,5 @@ class RankInfo:
     """Instruction set the pages are packed for; None on a GPU."""
     ready_slots: int | None = None
     """Slots of its pool that may be used so far, counted from slot 0; None if all may."""
+    header_bytes: int = 0
+    """Bytes of a tier object before its pages; 0 without tiers."""

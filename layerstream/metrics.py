@@ -44,6 +44,37 @@ class TransferStats:
 
 
 @dataclass(slots=True, kw_only=True)
+class TierTraffic:
+    """What one worker half moved from and to one tier since its last report. Adding two is field by field."""
+
+    read_objects: int = 0
+    """Objects whose bytes arrived and were found right."""
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    """Sum over jobs, checking included."""
+    written_objects: int = 0
+    """Objects that the tier has taken, or had already."""
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    """Sum over jobs, checksums included."""
+    missing_objects: int = 0
+    """Objects that were promised and not there any more."""
+    damaged_objects: int = 0
+    """Objects that arrived with wrong bytes; they are removed."""
+    refused_objects: int = 0
+    """Objects that the tier did not take: it is full, or somebody else is writing them."""
+    failures: int = 0
+    """Jobs that ended in an error of the tier."""
+
+    def merge(self, other: TierTraffic) -> TierTraffic:
+        """Field-wise sum; returns a new object."""
+        return TierTraffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(slots=True, kw_only=True)
 class CacheStats:
     """Counts of the scheduler half since the last line."""
 

@@ -17,6 +17,8 @@ KINDS: dict[str, type[Exception]] = {
     "GeometryError": ValueError,
     "GraphError": RuntimeError,
     "PoolError": MemoryError,
+    "TierError": OSError,
+    "ObjectError": errors.TierError,
     "TransferError": RuntimeError,
     "RaceError": errors.TransferError,
     "TransferTimeout": TimeoutError,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from layerstream.errors import ConfigError
 from layerstream.geometry import KVGeometry, LayerPages
-from layerstream.identity import FORMAT_VERSION, Namespace, block_key, canonical_digest, fingerprint_weights
+from layerstream.identity import FORMAT_VERSION, Namespace, canonical_digest, fingerprint_weights, object_key
 
 VALUES: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
@@ -82,10 +82,11 @@ def test_digest_is_32_bytes_and_ignores_the_order_of_arguments() -> None:
 SCRIPT = """
 import json, sys
 from layerstream.geometry import KVGeometry, LayerPages
-from layerstream.identity import Namespace, block_key, canonical_digest
+from layerstream.identity import Namespace, canonical_digest, object_key
 values, config = json.load(sys.stdin)
 digest = Namespace(**values).digest()
-print(digest.hex(), block_key(digest, b"hash", 1).hex(), canonical_digest(config), canonical_digest({"s": {"b", "a"}}))
+key = object_key(digest, b"hash", 16, 1)
+print(digest.hex(), key.hex(), canonical_digest(config), canonical_digest({"s": {"b", "a"}}))
 """
 
 
@@ -106,7 +107,7 @@ def test_keys_are_equal_in_every_process() -> None:
     assert said == {
         (
             digest.hex(),
-            block_key(digest, b"hash", 1).hex(),
+            object_key(digest, b"hash", 16, 1).hex(),
             canonical_digest(config),
             canonical_digest({"s": {"a", "b"}}),
         )
@@ -142,23 +143,23 @@ def test_persistable(change: dict[str, Any]) -> None:
     assert dataclasses.replace(BASE, **change).persistable == (True, "")
 
 
-@given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6), st.integers(0, 3)), unique=True, max_size=20))
-def test_block_keys_differ_where_anything_differs(triples: list[tuple[bytes, bytes, int]]) -> None:
-    keys = {block_key(*triple) for triple in triples}
-    assert len(keys) == len(triples)
+@given(
+    st.lists(
+        st.tuples(st.binary(max_size=6), st.binary(max_size=6), st.integers(0, 3), st.integers(1, 3)),
+        unique=True,
+        max_size=20,
+    )
+)
+def test_object_keys_differ_where_anything_differs(names: list[tuple[bytes, bytes, int, int]]) -> None:
+    keys = {object_key(*name) for name in names}
+    assert len(keys) == len(names)
     assert all(len(key) == 32 for key in keys)
 
 
-def test_block_key_keeps_its_parts_apart() -> None:
-    rank = (1).to_bytes(4, "little")
-    triples = [(b"ab", b"c", 1), (b"a", b"bc", 1), (b"", b"abc", 1), (b"abc", b"", 1), (b"ab", b"c" + rank, 1)]
-    assert len({block_key(*triple) for triple in triples}) == len(triples)
-
-
-@pytest.mark.parametrize("rank", [-1, 2**32])
-def test_block_key_refuses_an_impossible_rank(rank: int) -> None:
-    with pytest.raises(OverflowError):
-        block_key(BASE.digest(), b"hash", rank)
+def test_object_key_keeps_its_parts_apart() -> None:
+    start = (16).to_bytes(8, "little")
+    names = [(b"ab", b"c", 16, 1), (b"a", b"bc", 16, 1), (b"", b"abc", 16, 1), (b"ab", b"c" + start, 16, 1)]
+    assert len({object_key(*name) for name in names}) == len(names)
 
 
 def test_canonical_digest_takes_a_geometry() -> None:

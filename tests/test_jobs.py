@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstream.jobs import Job, JobKind, RankInfo, Report, StepPlan
-from layerstream.metrics import TransferStats
+from layerstream.metrics import TierTraffic, TransferStats
 
 
 def job(kind: JobKind, job_id: int = 7) -> Job:
@@ -82,6 +82,8 @@ reports = st.builds(
     done=counts,
     failed=counts,
     ready_slots=counts,
+    moved=st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4),
+    tiers=st.dictionaries(st.integers(0, 2), st.builds(TierTraffic, read_bytes=st.integers(0, 9)), max_size=2),
     stats=st.builds(TransferStats, load_blocks=st.integers(0, 9)),
 )
 
@@ -108,10 +110,22 @@ def test_merging_counts_ranks_of_each_job_and_changes_nothing(a: Report, b: Repo
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Report)])
 def test_no_field_of_a_report_is_lost_in_merging(name: str) -> None:
     """Fails for a new field until this test and `merge` know it."""
-    value = {"done": {1: 2}, "failed": {3: 4}, "ready_slots": {0: 6}, "stats": TransferStats(save_bytes=5)}[name]
+    value = {
+        "done": {1: 2},
+        "failed": {3: 4},
+        "ready_slots": {0: 6},
+        "moved": {5: (1, 7)},
+        "tiers": {0: TierTraffic(read_objects=2)},
+        "stats": TransferStats(save_bytes=5),
+    }[name]
     full = Report(**{name: value})  # type: ignore[arg-type]
     assert Report().merge(full) == full
     assert full.merge(Report()) == full
+
+
+def test_of_a_tier_job_what_every_rank_moved_counts() -> None:
+    first, second = Report(moved={1: (1, 4), 2: (1, 0)}), Report(moved={1: (1, 3), 3: (1, 5)})
+    assert first.merge(second).moved == second.merge(first).moved == {1: (2, 3), 2: (1, 0), 3: (1, 5)}
 
 
 def test_of_each_rank_the_most_ready_slots_count() -> None:

@@ -1,0 +1,231 @@
+"""The bytes of a tier object: a safetensors file of one tensor for each layer.
+
+    8 bytes     length of the header, little endian
+    header      JSON, padded with spaces so that the pages start at a multiple of 4096
+    pages       of the first layer, in order of blocks; then of the second, ...
+
+Any safetensors tool reads it. What makes it ours is in the header's metadata: namespace, key, parent, position, rank
+and a checksum of each layer. The header has the same length whatever the object, so everything lies at a known offset
+before the object is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from layerstream.errors import ObjectError
+
+if TYPE_CHECKING:
+    from layerstream.jobs import TierObject
+
+Bytes: TypeAlias = NDArray[np.uint8]
+"""`uint8[n]`, contiguous."""
+
+ALIGNMENT = 4096
+"""Pages start at a multiple of this: what O_DIRECT asks for at most."""
+VERSION = 1
+"""Raised whenever an object's bytes change their meaning; objects of other versions are left alone."""
+CHECKSUM = "xxh3_64"
+"""XXH3 with 64 bits (xxHash, https://xxhash.com): finds damage, and is no defence against forgery."""
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that safetensors accepts (MAX_HEADER_SIZE in its tensor.rs)."""
+
+_MARK = "layerstream"
+_DIGITS = 10**10
+"""Numbers in the header are below this."""
+
+
+def checksum(pieces: Sequence[Bytes]) -> int:
+    """Of `uint8[n]` pieces read in order."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece.data)
+    return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectHeader:
+    """What an object says of itself."""
+
+    version: int
+    namespace: str
+    """Hex digest, like the keys."""
+    key: str
+    parent: str
+    start: int
+    blocks: int
+    tokens: int
+    """Tokens in its blocks."""
+    rank: int
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    """For each layer."""
+    checksums: tuple[int, ...]
+    """For each layer."""
+    header_bytes: int
+    """Where the pages start."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole object."""
+        return self.header_bytes + self.blocks * sum(self.page_bytes)
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, int]
+    data_offsets: tuple[int, int]
+
+
+def parse_header(data: bytes | memoryview) -> ObjectHeader:
+    """Read the header at the beginning of an object, of whatever engine.
+
+    Args:
+        data: the first bytes of the object, the whole header at least.
+
+    Raises:
+        ObjectError: it is not an object of layerstream, of another version, or cut short.
+    """
+    view = memoryview(data).cast("B")
+    length = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or not 2 <= length <= MAX_HEADER_BYTES or 8 + length > len(view):
+        raise ObjectError("not a safetensors header")
+    try:
+        entries = msgspec.json.decode(view[8 : 8 + length], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(entries.pop("__metadata__", b"{}"), type=dict[str, str])
+        if metadata.get("format") != _MARK:
+            raise ObjectError("a safetensors file, and not one that layerstream wrote")
+        version = int(metadata["version"])
+        if version != VERSION:
+            raise ObjectError(f"written in format version {version}; this release reads {VERSION}")
+        tensors = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+        header = ObjectHeader(
+            version=version,
+            namespace=metadata["namespace"],
+            key=metadata["key"],
+            parent=metadata["parent"],
+            start=int(metadata["start"]),
+            blocks=int(metadata["blocks"]),
+            tokens=int(metadata["tokens"]),
+            rank=int(metadata["rank"]),
+            layers=tuple(tensors),
+            page_bytes=tuple(tensor.shape[1] for tensor in tensors.values()),
+            checksums=tuple(int(word, 16) for word in metadata[CHECKSUM].split()),
+            header_bytes=8 + length,
+        )
+    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+        raise ObjectError(f"its header is damaged ({error})") from error
+    offset = 0
+    for tensor, size in zip(tensors.values(), header.page_bytes, strict=True):
+        stop = offset + header.blocks * size
+        if tensor != _Tensor("U8", (header.blocks, size), (offset, stop)):
+            raise ObjectError("its header is damaged (tensors do not follow each other)")
+        offset = stop
+    if len(header.checksums) != len(header.layers) or header.header_bytes % ALIGNMENT:
+        raise ObjectError("its header is damaged")
+    return header
+
+
+class ObjectFormat:
+    """The objects of one rank of one engine."""
+
+    def __init__(
+        self, *, layers: Sequence[str], page_bytes: Sequence[int], chunk_blocks: int, block_tokens: int, rank: int
+    ) -> None:
+        """
+        Args:
+            layers: the engine's layer names.
+            page_bytes: for each layer, bytes of one page.
+            chunk_blocks: most blocks in an object.
+            block_tokens: tokens in a block.
+            rank: whose objects they are.
+        """
+        self.layers = tuple(layers)
+        self.page_bytes = tuple(page_bytes)
+        self.chunk_blocks = chunk_blocks
+        self.block_tokens = block_tokens
+        self.rank = rank
+        longest = self._json(
+            blocks=chunk_blocks, start=_DIGITS - 1, parent="0" * 64, key="0" * 64, namespace="0" * 64,
+            checksums=[(1 << 64) - 1] * len(self.layers),
+        )  # fmt: skip
+        self.header_bytes = -(-(8 + len(longest)) // ALIGNMENT) * ALIGNMENT
+        """Bytes before the pages, a multiple of `ALIGNMENT`."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.page_bytes)
+
+    def nbytes(self, blocks: int) -> int:
+        """Bytes of an object of `blocks` blocks."""
+        return self.header_bytes + blocks * self.block_bytes
+
+    def layer_offsets(self, blocks: int) -> list[int]:
+        """Where each layer's pages start in an object of `blocks` blocks."""
+        offsets, offset = [], self.header_bytes
+        for size in self.page_bytes:
+            offsets.append(offset)
+            offset += blocks * size
+        return offsets
+
+    def write_header(self, out: Bytes, item: TierObject, *, namespace: bytes, checksums: Sequence[int]) -> None:
+        """Fill `out`, `uint8[header_bytes]`, for the object `item` whose layers have these checksums."""
+        text = self._json(
+            blocks=item.blocks, start=item.start, parent=item.parent.hex(), key=item.key.hex(),
+            namespace=namespace.hex(), checksums=checksums,
+        )  # fmt: skip
+        padded = text.ljust(self.header_bytes - 8)
+        out[:8] = np.frombuffer(len(padded).to_bytes(8, "little"), dtype=np.uint8)
+        out[8:] = np.frombuffer(padded, dtype=np.uint8)
+
+    def check(self, item: TierObject, header: Bytes, layers: Sequence[Sequence[Bytes]], *, namespace: bytes) -> None:
+        """Make sure that bytes which came from a tier are those of the object `item`.
+
+        Args:
+            item: what was asked for.
+            header: `uint8[header_bytes]`, as it arrived.
+            layers: for each layer, the `uint8[n]` pieces of its pages.
+            namespace: of the engine.
+
+        Raises:
+            ObjectError: they are not.
+        """
+        found = parse_header(header.data)
+        said = (found.namespace, found.key, found.start, found.blocks, found.rank, found.page_bytes)
+        asked = (namespace.hex(), item.key.hex(), item.start, item.blocks, self.rank, self.page_bytes)
+        if said != asked or found.header_bytes != self.header_bytes:
+            raise ObjectError(f"it is object {found.key[:12]} of rank {found.rank}, and not the one asked for")
+        for name, pieces, wanted in zip(self.layers, layers, found.checksums, strict=True):
+            if checksum(pieces) != wanted:
+                raise ObjectError(f"bytes of layer {name} are damaged")
+
+    def _json(
+        self, *, blocks: int, start: int, parent: str, key: str, namespace: str, checksums: Sequence[int]
+    ) -> bytes:
+        metadata = {
+            "format": _MARK,
+            "version": str(VERSION),
+            "namespace": namespace,
+            "key": key,
+            "parent": parent,
+            "start": str(start),
+            "blocks": str(blocks),
+            "tokens": str(blocks * self.block_tokens),
+            "rank": str(self.rank),
+            CHECKSUM: " ".join(f"{value:016x}" for value in checksums),
+        }
+        entries: dict[str, object] = {"__metadata__": metadata}
+        offset = 0
+        for name, size in zip(self.layers, self.page_bytes, strict=True):
+            stop = offset + blocks * size
+            entries[name] = {"dtype": "U8", "shape": [blocks, size], "data_offsets": [offset, stop]}
+            offset = stop
+        return msgspec.json.encode(entries)

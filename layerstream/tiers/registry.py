@@ -1,0 +1,85 @@
+"""From the option `tiers` to tiers: built in, or installed by others under the entry-point group."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal, cast, get_args
+
+from layerstream.errors import ConfigError
+from layerstream.tiers.base import Tier
+
+ENTRY_POINTS = "layerstream.tiers"
+"""Entry-point group of tiers that other distributions bring: name = "type", object = a subclass of `Tier`."""
+
+_BUILT_IN = {
+    "disk": "layerstream.tiers.disk:DiskTier",
+    "mooncake": "layerstream.tiers.mooncake:MooncakeTier",
+    "lmcache": "layerstream.tiers.lmcache:LMCacheTier",
+}
+
+Admission = Literal["all", "reused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """One entry of the option `tiers`."""
+
+    tier: Tier
+    name: str
+    """Unique in the engine, for logs and metrics: the type, with a number from the second of its kind on."""
+    write: bool
+    """Whether objects are written to it, or only read."""
+    admission: Admission
+    """What is written: all that is saved, or what was wanted a second time."""
+
+
+def parse_tiers(entries: Sequence[Mapping[str, Any]]) -> tuple[TierSpec, ...]:
+    """Read the option `tiers`.
+
+    Raises:
+        ConfigError: an entry cannot be used; the message names it.
+    """
+    specs: list[TierSpec] = []
+    for place, entry in enumerate(entries):
+        where = f"LayerStream: kv_connector_extra_config['tiers'][{place}]"
+        options = dict(entry)
+        kind = options.pop("type", None)
+        write = options.pop("write", True)
+        admission = options.pop("admission", "all")
+        if not isinstance(kind, str):
+            raise ConfigError(f'{where} needs a "type": one of {", ".join(tier_types())}')
+        if not isinstance(write, bool):
+            raise ConfigError(f"{where}['write'] got {write!r}; allowed: true or false")
+        if admission not in get_args(Admission):
+            raise ConfigError(f"{where}['admission'] got {admission!r}; allowed: {' or '.join(get_args(Admission))}")
+        try:
+            tier = _tier_class(kind).parse(options)
+        except ConfigError as error:
+            raise ConfigError(f"{where} ({kind}): {error}") from error
+        same = sum(spec.tier.kind == kind for spec in specs)
+        name = f"{kind}-{same + 1}" if same else kind
+        specs.append(TierSpec(tier=tier, name=name, write=write, admission=cast(Admission, admission)))
+    return tuple(specs)
+
+
+def tier_types() -> list[str]:
+    """Names that "type" may have on this installation."""
+    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+
+def _tier_class(kind: str) -> type[Tier]:
+    if kind in _BUILT_IN:
+        module, name = _BUILT_IN[kind].split(":")
+        return cast(type[Tier], getattr(import_module(module), name))
+    for entry in entry_points(group=ENTRY_POINTS, name=kind):
+        found = entry.load()
+        if not (isinstance(found, type) and issubclass(found, Tier)):
+            raise ConfigError(f"entry point {entry.value} of group {ENTRY_POINTS} is not a subclass of Tier")
+        return found
+    near = difflib.get_close_matches(kind, tier_types(), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"there is no such tier{hint} Installed: {', '.join(tier_types())}")
