@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# The vLLM behind the one of .venv. Its wheel is for CUDA, so what needs an engine does not run on it.
+NEXT_VLLM := 0.33.0
+NEXT := $(VENV)-0.33
 FUZZ_MINUTES ?= 60
 FUZZ_OUT ?= out/fuzz.json
 # An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check bench fuzz gpu-validate clean
+.PHONY: help setup demo test test-full test-next check bench fuzz gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -28,6 +31,11 @@ test: setup ## run the tests, without those marked slow
 
 test-full: setup ## run every test
 	@$(BIN)/pytest $(PYTEST_FLAGS)
+
+test-next: setup ## run the tests under vLLM's scheduler, without an engine, on the next vLLM (340 MB the first time)
+	@bash .ci/setup-next $(NEXT) $(NEXT_VLLM) $(VENV)
+	@PYTHONPATH="$(CURDIR)/$(NEXT)/site" VLLM_TARGET_DEVICE=cpu $(BIN)/pytest -m "not slow and not engine" \
+		tests/hooks tests/contracts/test_scheduler_order.py tests/fuzz $(PYTEST_FLAGS)
 
 check: setup ## lint, types, import rules and the contents of the wheel
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/check

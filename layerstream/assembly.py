@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from layerstream.pipeline.base import TransferPath
     from layerstream.pipeline.paged_cache import PageKernels
     from layerstream.streams.base import Device
+    from layerstream.tiers.mover import TierMover
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def build_engine(
     if config.verify:
         verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=kernels.gather_pages)
     return StreamEngine(
+        mover=_tier_mover(config, geometry, pool, rank),
         device=device,
         geometry=geometry,
         pool=pool,
@@ -136,6 +138,26 @@ def build_engine(
         sanitizer=sanitizer,
         trace_dir=trace_dir,
         rank=rank,
+    )
+
+
+def _tier_mover(config: StreamConfig, geometry: KVGeometry, pool: HostPool, rank: int) -> TierMover | None:
+    if not config.tiers:
+        return None
+    from layerstream.tiers.mover import TierMover
+    from layerstream.tiers.objects import ObjectFormat
+    from layerstream.tiers.registry import parse_tiers
+
+    return TierMover(
+        [(spec.name, spec.tier.open_store) for spec in parse_tiers(config.tiers)],
+        pool=pool,
+        format=ObjectFormat(
+            layers=[layer.name for layer in geometry.layers],
+            page_bytes=[layer.page_bytes for layer in geometry.layers],
+            chunk_blocks=config.chunk_blocks(geometry.block_tokens),
+            block_tokens=geometry.block_tokens,
+            rank=rank,
+        ),
     )
 
 

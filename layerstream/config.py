@@ -89,6 +89,10 @@ class StreamConfig:
     """Part of every key: engines with different namespaces share nothing; it is hashed, never used as a path."""
     tiers: tuple[Mapping[str, Any], ...] = _option((), 'a list of objects, each with a "type"', _is_tiers)
     """Where chunks go that outlive the host pool, in the order they are asked: see Tiers below."""
+    tenant_share: float | None = _option(
+        None, "a number > 0 and <= 1, or null", lambda v: v is None or (_is_number(v) and 0 < v <= 1)
+    )
+    """Largest part of the pool that requests of one cache salt may fill; null sets no limit."""
     require_piecewise: bool = _option(False, "true or false", _is_bool)
     """Ask vLLM for PIECEWISE CUDA graphs only; not needed for correctness."""
     log_interval_s: float = _option(10.0, "a number >= 0", lambda v: _is_number(v) and v >= 0)
@@ -126,7 +130,7 @@ class StreamConfig:
         _refuse(_faults({option.name: getattr(self, option.name) for option in fields(self)}))
         # JSON writes 10 and 10.0 alike, so an int given for a float becomes one, once, here.
         object.__setattr__(self, "tiers", tuple(dict(tier) for tier in self.tiers))
-        for name in ("host_gib", "log_interval_s"):
+        for name in ("host_gib", "tenant_share", "log_interval_s"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else float(value))
 

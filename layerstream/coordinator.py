@@ -11,13 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
 from layerstream.index import PrefixIndex, Span
 from layerstream.jobs import JobKind, Report, StepPlan
 from layerstream.metrics import CacheStats
+from layerstream.ready_slots import ReadySlots
+from layerstream.tiering import Tiering
+
+if TYPE_CHECKING:
+    from layerstream.tiers.client import TierClient
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +62,8 @@ class _Request:
     """Blocks before this one were offered for saving."""
     due: int = _NEVER
     """Computed tokens at which the next block is full: below it there is nothing to do."""
+    tenant: str | None = None
+    """Whose share of the pool its blocks count for."""
     parked_in: int | None = None
     """Epoch in which its parked load began, until the admission that starts with what was loaded."""
 
@@ -73,6 +80,7 @@ class Coordinator:
         holds: keeps the destination blocks of parked loads.
         clock: seconds, monotonic.
         job_deadline_s: seconds after which a job that was not answered for is given up.
+        tenant_share: part of the pool's slots, above 0 and at most 1, that one tenant may fill; None: all of them.
     """
 
     def __init__(
@@ -86,21 +94,21 @@ class Coordinator:
         holds: BlockHolds,
         clock: Callable[[], float] = time.monotonic,
         job_deadline_s: float = 60.0,
+        tenant_share: float | None = None,
     ) -> None:
         self.parked = parked
         """Whether a request that loads is to be parked until it is named in an outcome."""
         self.epoch = 0
         """Number of resets so far."""
-        self.planned_slots = 0
-        """What `pool_slots` becomes once every rank's whole pool is ready."""
         self._chunk_blocks = chunk_blocks
         self._block_tokens = block_tokens
         self._save_decode = save_decode
         self._holds = holds
+        self._clock = clock
+        self._tenant_share = tenant_share
         self._flights = Flights(world_size=world_size, clock=clock, deadline_s=job_deadline_s)
         self._index: PrefixIndex | None = None
-        self._ready: dict[int, int] = {}
-        """rank -> slots of its pool that may be used, as it said last; empty if all of them may be from the start."""
+        self._slots: ReadySlots | None = None
         self._backlog_blocks = sys.maxsize
         self._requests: dict[str, _Request] = {}
         self._arriving: dict[bytes, int] = {}
@@ -112,11 +120,18 @@ class Coordinator:
         self._stats = CacheStats()
         self._evicted = 0
         """Evictions that earlier statistics told of."""
+        self.tiering: Tiering | None = None
+        """What keeps blocks beneath the host pool; None without tiers."""
 
     @property
     def pool_slots(self) -> int:
         """Slots of the host pool that may be used on every rank; 0 until the ranks have said how many."""
         return self._index.slots if self._index is not None else 0
+
+    @property
+    def planned_slots(self) -> int:
+        """What `pool_slots` becomes once every rank's whole pool is ready."""
+        return self._slots.planned if self._slots is not None else 0
 
     @property
     def pool_used(self) -> int:
@@ -129,7 +144,7 @@ class Coordinator:
 
         A pool that grows is no reason to step: what a rank has to say of it comes with its next report.
         """
-        return self._flights.due
+        return self._flights.due or (self.tiering is not None and self.tiering.busy)
 
     @property
     def overdue(self) -> bool:
@@ -164,52 +179,80 @@ class Coordinator:
         Raises:
             PoolError: `slots` is below 1 or differs from what was set before, or `ready` does not name every rank.
         """
-        if slots < 1:
-            raise PoolError(
-                f"the host pool has {slots} slots on the rank with the fewest; at least 1 is needed: raise host_gib"
+        planned = ReadySlots(slots, ready, world_size=self._flights.world_size)
+        if self._slots is None:
+            self._slots = planned
+            self._index = PrefixIndex(
+                slots=planned.usable, chunk_blocks=self._chunk_blocks, tenant_share=self._tenant_share
             )
-        if ready is not None and len(ready) != self._flights.world_size:
-            raise PoolError(
-                f"ranks {sorted(ready)} said how many of their slots are ready, and there are "
-                f"{self._flights.world_size} ranks; each must say so under a number of its own"
-            )
-        if self._index is not None and self.planned_slots != slots:
+        elif slots != self.planned_slots:
             raise PoolError(
                 f"the host pool was set up with {self.planned_slots} slots and cannot change to {slots}; restart the "
                 "engine"
             )
         self._backlog_blocks = backlog_blocks
-        self.planned_slots = slots
-        if self._index is None:
-            self._index = PrefixIndex(slots=0 if ready else slots, chunk_blocks=self._chunk_blocks)
         self._grow(ready or {})
 
     def _grow(self, ready: Mapping[int, int]) -> None:
-        """Ranks said how many slots may be used: what every rank has is used. A rank is never taken to have fewer."""
-        if not ready or self._index is None:
-            return
-        for rank, slots in ready.items():
-            self._ready[rank] = max(slots, self._ready.get(rank, 0))
-        usable = min(self.planned_slots, *self._ready.values())
-        if usable > self._index.slots:
-            self._index.grow(usable)
+        """Ranks said how many slots may be used: what every rank has is used."""
+        if ready and self._slots is not None:
+            self._slots.update(ready)
+            if self._slots.usable > self._pool().slots:
+                self._pool().grow(self._slots.usable)
 
-    def match(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond the engine's own hit. May be asked any number of times; changes nothing.
+    def use_tiers(
+        self, tiers: Sequence[TierClient], *, namespace: bytes, block_bytes: int, writes: bool = True
+    ) -> None:
+        """Keep blocks beneath the host pool too. To be called once, after `set_slots`.
+
+        Args:
+            tiers: in the order they are to be asked.
+            namespace: `Namespace.digest()` of the engine.
+            block_bytes: bytes of one block over all layers, on the rank that has most.
+            writes: whether anything is written to tiers.
+        """
+        self.tiering = Tiering(
+            tiers,
+            namespace=namespace,
+            index=self._pool(),
+            world_size=self._flights.world_size,
+            block_bytes=block_bytes,
+            clock=self._clock,
+            writes=writes,
+        )
+
+    def match(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        local_tokens: int,
+        *,
+        tenant: str | None = None,
+    ) -> int | None:
+        """Tokens that can be loaded beyond the engine's own hit. May be asked any number of times; changes nothing but
+        that tiers bring what the pool lacks. Never blocks.
 
         Args:
             request_id: the request, which need not be known yet.
             hashes: the request's block hashes.
             num_tokens: the request's tokens; the block of the last one is always computed, never loaded.
             local_tokens: the engine's own hit, a multiple of the block size.
+            tenant: whose share of the pool counts.
 
         Returns:
-            A multiple of the block size. None: ask again later, another parked load is bringing the next block.
+            A multiple of the block size. None: ask again later, another parked load, or a tier, is bringing the next
+            block.
         """
         if self._index is None:
             return 0
         local = local_tokens // self._block_tokens
-        found = self._index.match(hashes, (num_tokens - 1) // self._block_tokens)
+        limit = (num_tokens - 1) // self._block_tokens
+        found = self._index.match(hashes, limit)
+        if self.tiering is not None and self.tiering.promotions.must_wait(
+            request_id, hashes, found=found, local=local, limit=limit, tenant=tenant
+        ):
+            return None
         if found <= local:
             return 0
         if hashes[local] in self._arriving:
@@ -226,6 +269,7 @@ class Coordinator:
         local_tokens: int,
         external_tokens: int,
         num_prompt_tokens: int,
+        tenant: str | None = None,
     ) -> None:
         """The engine gave a request its blocks. If it had blocks before, a new life of it begins.
 
@@ -239,6 +283,7 @@ class Coordinator:
             local_tokens: the engine's own hit, a multiple of the block size.
             external_tokens: tokens to load from there on: at most what `match` said, 0 for none.
             num_prompt_tokens: its tokens that are prompt.
+            tenant: whose share of the pool its blocks count for.
 
         Raises:
             TransferError: the blocks to load are not in the host pool, or too few block ids were given.
@@ -249,6 +294,7 @@ class Coordinator:
             request = self._requests[request_id] = _Request()
         request.limit = _NEVER if self._save_decode else num_prompt_tokens // self._block_tokens
         request.cursor = 0
+        request.tenant = tenant
         # What a parked load brings from before a reset must not become a hit after it.
         stale = request.parked_in not in (None, self.epoch)
         request.due = _NEVER if stale else self._due(request)
@@ -263,6 +309,8 @@ class Coordinator:
             self._stats.hit_tokens += external_tokens
         if self._index is not None:
             self._index.touch(hashes, stop)
+        if self.tiering is not None:
+            self.tiering.admitted(request_id, hashes, stop if external_tokens > 0 else 0)
 
     def observe(
         self,
@@ -300,25 +348,28 @@ class Coordinator:
         request.due = self._due(request)
         if start == stop:
             return
-        room, spans = stop, self._index.reserve(hashes, start, stop)
+        room, spans = stop, self._index.reserve(hashes, start, stop, tenant=request.tenant)
         while spans is None and room - start > self._chunk_blocks:
             # A head of the prompt is worth having where all of it does not fit.
             room = start + (room - start) // 2
-            spans = self._index.reserve(hashes, start, room)
+            spans = self._index.reserve(hashes, start, room, tenant=request.tenant)
         if spans is None:
             self._stats.dropped_blocks += stop - start
         else:
             self._stats.dropped_blocks += stop - room
-            self._send(JobKind.SAVE, request_id, tuple(block_ids()[start:room]), spans)
+            job_id = self._send(JobKind.SAVE, request_id, tuple(block_ids()[start:room]), spans)
+            if self.tiering is not None:
+                self.tiering.demotions.saving(job_id, request_id, hashes, start, room)
 
     def plan(self) -> StepPlan | None:
         """The jobs made since the last plan, for the ranks; None if there are none. Also gives up overdue jobs."""
         self.expire()
         jobs = self._flights.depart()
-        if not jobs:
+        tier_jobs = self.tiering.depart() if self.tiering is not None else ()
+        if not (jobs or tier_jobs):
             return None
         self._last_step += 1
-        return StepPlan(step=self._last_step, jobs=jobs)
+        return StepPlan(step=self._last_step, jobs=jobs, tier_jobs=tier_jobs)
 
     def expire(self) -> None:
         """Give up jobs that were not answered for by their deadline.
@@ -351,6 +402,8 @@ class Coordinator:
             TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
         """
         self._grow(report.ready_slots)
+        if self.tiering is not None:
+            self.tiering.report(report)
         broken: list[str] = []
         for flight in self._flights.answer(report):
             self._end(flight)
@@ -379,9 +432,12 @@ class Coordinator:
     def finish(self, request_id: str) -> None:
         """Forget a request, known or not. Its jobs go on, and its parked load is still named in an outcome."""
         self._requests.pop(request_id, None)
+        if self.tiering is not None:
+            self.tiering.finished(request_id)
 
     def reset(self) -> bool:
-        """Forget every block, as after a change of weights. Nothing saved or loaded before is ever published after.
+        """Forget every block, as after a change of weights. Nothing saved or loaded before is ever published after, and
+        tiers are not used again.
 
         Requests that are running are not saved from until they get new blocks: theirs mix old and new.
 
@@ -389,6 +445,9 @@ class Coordinator:
             Whether no report was due.
         """
         self.epoch += 1
+        if self.tiering is not None:
+            # Keys name the weights the engine started with, and these may be others.
+            self.tiering.stop()
         if self._index is not None:
             self._index.clear()
         for request in self._requests.values():
@@ -445,16 +504,18 @@ class Coordinator:
         """Every rank has answered: nothing reads or writes the job's memory any more."""
         pool, job = self._pool(), flight.job
         if job.kind is JobKind.SAVE:
-            if not flight.failed:
+            if flight.failed:
+                logger.warning(
+                    "LayerStream: %d blocks of request %s were not saved: a rank failed, or they held no valid KV",
+                    len(job.block_ids), job.request_id,
+                )  # fmt: skip
+                pool.abandon(flight.spans)
+                pool.retire(flight.spans)
+            else:
                 # Of a save that was given up this publishes nothing: its spans are abandoned.
                 self._stats.saved_blocks += pool.publish(flight.spans)
-                return
-            logger.warning(
-                "LayerStream: %d blocks of request %s were not saved: a rank failed, or they held no valid KV",
-                len(job.block_ids), job.request_id,
-            )  # fmt: skip
-            pool.abandon(flight.spans)
-            pool.retire(flight.spans)
+            if self.tiering is not None:
+                self.tiering.demotions.save_ended(job.job_id)
             return
         pool.unpin(flight.spans)
         if job.kind is JobKind.PARKED_LOAD:

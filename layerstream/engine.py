@@ -9,6 +9,7 @@ stream, and `verify`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from layerstream.pipeline.graph_load import GraphLoad
     from layerstream.sanitize import Sanitizer
     from layerstream.streams.base import Device, Event, Stream
+    from layerstream.tiers.mover import TierMover
     from layerstream.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class StreamEngine:
         in_graph: InGraphGates | None = None,
         verifier: Verifier | None = None,
         sanitizer: Sanitizer | None = None,
+        mover: TierMover | None = None,
         trace_dir: Path | None = None,
         rank: int = 0,
     ) -> None:
@@ -74,6 +77,7 @@ class StreamEngine:
             in_graph: gates captured in FULL graphs.
             verifier: compares bytes after every step; blocks the host (option `verify`).
             sanitizer: is told what the model touches (option `sanitize`).
+            mover: moves bytes between the pool and tiers; the engine closes it.
             trace_dir: where timelines of gated loads are written.
             rank: names the timelines, and this rank in reports of a pool that grows.
         """
@@ -82,6 +86,7 @@ class StreamEngine:
         self.pool = pool
         self.verifier = verifier
         self.sanitizer = sanitizer
+        self.mover = mover
         self._paths = paths
         self._group_bytes = group_bytes
         self._layers_per_gate = layers_per_gate
@@ -118,6 +123,8 @@ class StreamEngine:
             self._hooked, self._ran = self._ran, bytearray(self._layers)
         if plan is None:
             return
+        if self.mover is not None and plan.tier_jobs:
+            self.mover.submit(plan.tier_jobs)
         if self.sanitizer is not None:
             self.sanitizer.begin_step(plan.model)
         if not plan.jobs and self.sanitizer is None:
@@ -376,11 +383,19 @@ class StreamEngine:
 
     def poll(self) -> Report | None:
         """What has ended since the last call, or None. Never waits for the device."""
-        return self._ledger.poll()
+        report = self._ledger.poll()
+        if self.mover is None:
+            return report
+        both = Report() if report is None else report
+        return both if self.mover.poll(both) else report
 
     def close(self, timeout_s: float) -> bool:
         """Finish queued work and free memory. False if work was still running after `timeout_s`."""
+        started = time.monotonic()
         drained = self.device.close(timeout_s)
+        if self.mover is not None:
+            # What tiers are still to get is in the pool, and worth the rest of the time.
+            drained = self.mover.close(max(0.0, timeout_s - (time.monotonic() - started))) and drained
         if drained:
             self.pool.close()
         return drained

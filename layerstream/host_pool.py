@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from layerstream.errors import PoolError
 from layerstream.first_touch import FirstTouch
@@ -136,6 +137,10 @@ class HostPool:
     def pinned(self) -> bool:
         """Whether the device may read and write every usable slot on its own."""
         return self._registrations is not None and not self._closing.is_set()
+
+    def regions(self) -> tuple[NDArray[np.uint8], ...]:
+        """`uint8[segment_bytes]` over each segment, whether it is usable yet or not."""
+        return tuple(segment.numpy() for segment in self._segments)
 
     def start_pinning(self) -> None:
         """Let the rest of the pool be pinned, in the background. Costs nothing if that is done or under way.

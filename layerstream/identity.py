@@ -49,9 +49,9 @@ class Namespace:
 
     format_version: int = FORMAT_VERSION
     model: str
-    """Name or path, as given to the engine."""
+    """Name or path, as given to the engine; empty where `weights` names the model."""
     revision: str | None
-    """Commit of the model repository, where known."""
+    """Commit of the model repository, where known; None where `weights` names it."""
     weights: str | None
     """`fingerprint_weights` of the model's folder; None if it cannot be had."""
     load_format: str

@@ -6,57 +6,20 @@ a chunk's first hash is looked up; the rest is compared inside the chunk. Block 
 
 Two rules shape everything. A block is indexed only while every block before it is, and published only after every block
 before it: what the index knows of a prompt is always a head of it, and only chunks that nothing hangs behind are
-evicted. And a slot is handed on only when no transfer can touch it any more, whatever has become of its chunk.
+evicted. And a slot is handed on only when no transfer can touch it any more, whatever has become of its chunk: until
+then it counts for the tenant that it was taken for, where tenants have shares (`tenants.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
+from layerstream.chunks import Chunk, Lookup, Span
 from layerstream.policies import LRU, EvictionPolicy
 from layerstream.slots import SlotAllocator
+from layerstream.tenants import Tenants
 
-
-class Chunk:
-    """One slot and the blocks in it. Compared by identity; only the index changes it."""
-
-    __slots__ = (
-        "at", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "ready", "slot", "used",
-        "writers",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int) -> None:
-        self.slot = slot
-        self.hashes = hashes
-        """Hashes of its blocks, those still being written included."""
-        self.ready = 0
-        """Number of leading blocks that are published."""
-        self.landed: dict[int, int] | None = None
-        """start -> stop of blocks that are complete, but behind blocks that are not."""
-        self.pins = 0
-        """Loads that read the slot."""
-        self.writers = 0
-        """Saves that may write to the slot."""
-        self.live = True
-        """Whether it is in the index. If not, it only keeps its slot until pins and writers are gone."""
-        self.closed = False
-        """Whether blocks were cut off its end: a late save may still write there, so it must not grow again."""
-        self.parent = parent
-        self.at = at
-        """Number of the parent's blocks that come before this chunk."""
-        self.children: list[Chunk] = []
-        self.place = 0
-        """Position among the parent's children."""
-        self.used = 0
-
-
-class Span(NamedTuple):
-    """Blocks `lo .. hi - 1` of a chunk."""
-
-    chunk: Chunk
-    lo: int
-    hi: int
+__all__ = ["Chunk", "PrefixIndex", "Span"]
 
 
 class PrefixIndex:
@@ -66,15 +29,30 @@ class PrefixIndex:
         slots: slots of the host pool that may be used, each of `chunk_blocks` pages; `grow` adds more.
         chunk_blocks: most blocks in one chunk.
         policy: chooses what to evict; LRU by default.
+        tenant_share: part of the slots, above 0 and at most 1, that chunks of one tenant may occupy; None: all of them.
+
+    Raises:
+        ValueError: `tenant_share` is out of range.
     """
 
-    def __init__(self, *, slots: int, chunk_blocks: int, policy: EvictionPolicy[Chunk] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        chunk_blocks: int,
+        policy: EvictionPolicy[Chunk] | None = None,
+        tenant_share: float | None = None,
+    ) -> None:
         self.chunk_blocks = chunk_blocks
         self.evicted = 0
         """Chunks evicted so far."""
         self._heads: dict[bytes, Chunk] = {}
+        self._lookup = Lookup(self._heads, chunk_blocks)
         self._slots = SlotAllocator(slots)
         self._policy: EvictionPolicy[Chunk] = LRU() if policy is None else policy
+        self._tenants: Tenants[Chunk] | None = None
+        if tenant_share is not None:
+            self._policy = self._tenants = Tenants(self._policy, tenant_share)
 
     @property
     def slots(self) -> int:
@@ -91,21 +69,26 @@ class PrefixIndex:
         """Slots that hold chunks, or wait for a transfer to end."""
         return self._slots.slots - self._slots.free
 
+    @property
+    def tenant_slots(self) -> int:
+        """Slots that chunks of one tenant may occupy at most."""
+        return self.slots if self._tenants is None else self._tenants.limit(self.slots)
+
     def grow(self, slots: int) -> None:
-        """The host pool has `slots` slots, no fewer than before: those that are new are free."""
+        """The host pool has `slots` slots, no fewer than before: those that are new are free, and shares grow too."""
         self._slots.grow(slots)
 
     def match(self, hashes: Sequence[bytes], stop: int) -> int:
         """Number of leading blocks that are published, at most `stop`. Changes nothing, not even recency."""
-        return self._reach(hashes, 0, min(stop, len(hashes)), published=True)
+        return self._lookup.reach(hashes, 0, min(stop, len(hashes)), published=True)
 
     def known(self, hashes: Sequence[bytes], start: int, stop: int) -> int:
         """The first block from `start` on that is not indexed, at most `stop`. Blocks being written are indexed."""
-        return self._reach(hashes, start, stop, published=False)
+        return self._lookup.reach(hashes, start, stop, published=False)
 
     def locate(self, hashes: Sequence[bytes], start: int, stop: int) -> list[Span] | None:
         """Where the published blocks `start .. stop - 1` are, in order; None if any of them is not published."""
-        spans = list(self._spans(hashes, start, stop))
+        spans = list(self._lookup.spans(hashes, start, stop))
         whole = sum(hi - lo for _, lo, hi in spans) == stop - start
         return spans if whole and all(hi <= chunk.ready for chunk, _, hi in spans) else None
 
@@ -127,7 +110,7 @@ class PrefixIndex:
         It is enough to stamp the last chunk: those before it cannot go earlier, and go right after it if need be.
         """
         matched = self.match(hashes, stop)
-        if matched and (found := self._owner(hashes, matched - 1)) is not None:
+        if matched and (found := self._lookup.owner(hashes, matched - 1)) is not None:
             self._policy.touch(found[0])
 
     def pin(self, spans: Iterable[Span]) -> None:
@@ -143,24 +126,35 @@ class PrefixIndex:
             chunk.pins -= 1
             self._settle(chunk)
 
-    def reserve(self, hashes: Sequence[bytes], start: int, stop: int) -> list[Span] | None:
+    def reserve(
+        self, hashes: Sequence[bytes], start: int, stop: int, *, tenant: str | None = None
+    ) -> list[Span] | None:
         """Make room for blocks `start .. stop - 1`, none of which is indexed, and index them as being written.
 
-        The chunk that ends before `start` grows in place if it can; the rest goes to chunks of its own. Each span must
-        end in exactly one `publish` or `retire`.
+        The chunk that ends before `start` grows in place if it can, whosever it is; the rest goes to chunks of its own,
+        which are the tenant's. Each span must end in exactly one `publish` or `retire`.
+
+        A tenant that would exceed its share makes room among its own chunks first. Within its share it gets whatever
+        nobody uses at this moment, least recently used first.
+
+        Args:
+            hashes: the prompt's block hashes.
+            start: first block to reserve.
+            stop: the block after the last one.
+            tenant: whom new chunks count for; None, the requests without a cache salt, are a tenant too.
 
         Returns:
-            The spans in order. None, and nothing changed, if the pool has no room that can be evicted, or if block
-            `start - 1` is not indexed: what follows it could never be found.
+            The spans in order. None, and nothing changed, if the pool or the tenant's share has no room that can be
+            evicted, or if block `start - 1` is not indexed: what follows it could never be found.
         """
         before = None
-        if start and (before := self._owner(hashes, start - 1)) is None:
+        if start and (before := self._lookup.owner(hashes, start - 1)) is None:
             return None
         parent, at = (None, 0) if before is None else (before[0], before[1] + 1)
         grown = 0
         if parent is not None and at == len(parent.hashes) and not parent.closed:
             grown = min(self.chunk_blocks - at, stop - start)
-        slots = self._room(-(-(stop - start - grown) // self.chunk_blocks), keep=parent)
+        slots = self._room(-(-(stop - start - grown) // self.chunk_blocks), tenant, keep=parent)
         if slots is None:
             return None
         spans: list[Span] = []
@@ -170,7 +164,7 @@ class PrefixIndex:
             at += grown
         firsts = range(start + grown, stop, self.chunk_blocks)
         for slot, first in zip(slots, firsts, strict=True):
-            chunk = self._insert(slot, list(hashes[first : min(first + self.chunk_blocks, stop)]), parent, at)
+            chunk = self._insert(slot, list(hashes[first : min(first + self.chunk_blocks, stop)]), parent, at, tenant)
             parent, at = chunk, len(chunk.hashes)
             spans.append(Span(chunk, 0, at))
         for chunk, _, _ in spans:
@@ -211,7 +205,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget every block. What is being written is never published; slots in use stay until their users end."""
-        idle: list[int] = []
+        idle: list[Chunk] = []
         for chunk in self._heads.values():
             self._policy.discard(chunk)
             chunk.live = False
@@ -219,60 +213,16 @@ class PrefixIndex:
             chunk.parent = None
             chunk.children = []
             if not (chunk.pins or chunk.writers):
-                idle.append(chunk.slot)
+                idle.append(chunk)
         self._heads.clear()
-        self._slots.give(idle)
+        self._slots.give(chunk.slot for chunk in idle)
+        if self._tenants is not None:
+            for chunk in idle:
+                self._tenants.give(chunk.tenant)
 
-    def _owner(self, hashes: Sequence[bytes], block: int) -> tuple[Chunk, int] | None:
-        """The chunk that holds a block, and the block's position in it.
-
-        A block is in one chunk at most, and the head of that chunk is the nearest head before it.
-        """
-        for first in range(block, max(block - self.chunk_blocks, -1), -1):
-            chunk = self._heads.get(hashes[first])
-            if chunk is not None:
-                position = block - first
-                inside = position < len(chunk.hashes) and chunk.hashes[position] == hashes[block]
-                return (chunk, position) if inside else None
-        return None
-
-    def _reach(self, hashes: Sequence[bytes], low: int, high: int, *, published: bool) -> int:
-        """The first block of `low .. high - 1` that is not indexed, or not published; `high` if there is none.
-
-        Both sets hold a head of every prompt and nothing else, so this is a binary search: with each probe a walk back
-        to the head of a chunk, it stays far below a walk over the chunks of a long prompt, most of which are not in
-        any CPU cache.
-        """
-        while low < high:
-            # The first probe asks for the first block: most prompts that miss share nothing at all.
-            middle = (low + high) // 2 if low else 0
-            found = self._owner(hashes, middle)
-            if found is None:
-                high = middle
-                continue
-            chunk, position = found
-            count = (chunk.ready if published else len(chunk.hashes)) - position
-            if count <= 0:
-                high = middle
-            else:
-                low = middle + _common(chunk.hashes, position, min(count, high - middle), hashes, middle)
-        return low
-
-    def _spans(self, hashes: Sequence[bytes], start: int, stop: int) -> Iterator[Span]:
-        """Indexed blocks from `start` on, published or not, up to `stop` or the first that is not indexed."""
-        at = start
-        found = self._owner(hashes, at) if at < stop else None
-        while found is not None:
-            chunk, lo = found
-            count = _common(chunk.hashes, lo, min(len(chunk.hashes) - lo, stop - at), hashes, at)
-            yield Span(chunk, lo, lo + count)
-            at += count
-            after = self._heads.get(hashes[at]) if at < stop else None
-            found = None if after is None else (after, 0)
-
-    def _insert(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int) -> Chunk:
+    def _insert(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int, tenant: str | None) -> Chunk:
         assert hashes[0] not in self._heads, "a block that is indexed was reserved again"
-        chunk = Chunk(slot, hashes, parent, at)
+        chunk = Chunk(slot, hashes, parent, at, tenant)
         self._heads[hashes[0]] = chunk
         if parent is not None:
             chunk.place = len(parent.children)
@@ -280,31 +230,46 @@ class PrefixIndex:
             self._settle(parent)
         return chunk
 
-    def _room(self, count: int, *, keep: Chunk | None) -> list[int] | None:
-        """Take `count` slots, evicting what it takes but never `keep`; None, and nothing changed, if that is not
-        enough."""
+    def _room(self, count: int, tenant: str | None, *, keep: Chunk | None) -> list[int] | None:
+        """Take `count` slots for a tenant, evicting what it takes but never `keep`; None, and nothing changed, if that
+        is not enough."""
+        own = 0
+        if self._tenants is not None:
+            limit = self.tenant_slots
+            if count > limit:
+                return None
+            own = max(0, self._tenants.held(tenant) + count - limit)
         if keep is not None:
             keep.pins += 1
             self._settle(keep)
-        victims = self._victims(count - self._slots.free)
+        victims = self._victims(max(own, count - self._slots.free), own, tenant)
         for chunk in victims or ():
             self._drop(chunk)
             self.evicted += 1
         if keep is not None:
             keep.pins -= 1
             self._settle(keep)
-        return None if victims is None else self._slots.take(count)
+        if victims is None:
+            return None
+        if self._tenants is not None:
+            self._tenants.take(tenant, count)
+        return self._slots.take(count)
 
-    def _victims(self, count: int) -> list[Chunk] | None:
-        """Take `count` chunks out of the policy, each before its parent. None if there are fewer: the policy is as it
-        was."""
+    def _victims(self, count: int, own: int, tenant: str | None) -> list[Chunk] | None:
+        """Take `count` chunks out of the policy, each before its parent, the first `own` of them the tenant's. None if
+        there are fewer: the policy is as it was."""
         victims: list[Chunk] = []
         left: dict[Chunk, int] = {}
         while len(victims) < count:
-            chunk = self._policy.pop()
+            if self._tenants is not None and len(victims) < own:
+                chunk = self._tenants.pop_of(tenant)
+            else:
+                chunk = self._policy.pop()
             if chunk is None:
                 for victim in victims:
                     self._settle(victim)
+                    if victim.parent is not None:
+                        self._settle(victim.parent)
                 return None
             victims.append(chunk)
             parent = chunk.parent
@@ -364,17 +329,9 @@ class PrefixIndex:
         if not chunk.live:
             if not busy:
                 self._slots.give((chunk.slot,))
+                if self._tenants is not None:
+                    self._tenants.give(chunk.tenant)
         elif busy or chunk.children:
             self._policy.discard(chunk)
         else:
             self._policy.add(chunk)
-
-
-def _common(mine: Sequence[bytes], lo: int, count: int, theirs: Sequence[bytes], at: int) -> int:
-    """How many of `mine[lo:]` equal `theirs[at:]`, at most `count`. Chained: the last one equal means all equal."""
-    if count > 0 and mine[lo + count - 1] == theirs[at + count - 1]:
-        return count
-    same = 0
-    while same < count and mine[lo + same] == theirs[at + same]:
-        same += 1
-    return same

@@ -67,7 +67,7 @@ class TierJob:
     """Objects of one prefix to move between a tier and the host pool: PROMOTE or DEMOTE."""
 
     job_id: int
-    """As `Job.job_id`, in the same numbers."""
+    """Unique among tier jobs over the life of the scheduler half; never reused."""
     kind: JobKind
     tier: int
     """Position of the tier in the option `tiers`."""

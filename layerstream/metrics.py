@@ -6,6 +6,7 @@ overlap ratio = 1 - exposed stall / load time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 
@@ -75,6 +76,25 @@ class TierTraffic:
 
 
 @dataclass(slots=True, kw_only=True)
+class TierCounts:
+    """Counts of the scheduler half over all tiers."""
+
+    promoted_blocks: int = 0
+    """Blocks brought from tiers into the pool."""
+    fell_requests: int = 0
+    """Requests that may have got less than a tier had, because it failed or took too long."""
+    dropped_objects: int = 0
+    """Objects not written: evicted before their turn, no room in the queue or the tier, or the tier is ill."""
+
+    def minus(self, other: TierCounts) -> TierCounts:
+        """Field-wise difference; returns a new object."""
+        return TierCounts(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(slots=True, kw_only=True)
 class CacheStats:
     """Counts of the scheduler half since the last line."""
 
@@ -121,3 +141,34 @@ def interval_line(cache: CacheStats, moved: TransferStats, *, pool_used: int, po
         if count:
             parts.append(f"{count} {what}")
     return "LayerStream: " + ", ".join(parts)
+
+
+def tiers_line(counts: TierCounts, traffic: Mapping[str, TierTraffic], *, ill: Sequence[str]) -> str:
+    """The line on tiers logged beside `interval_line`, in intervals in which something happened there.
+
+    Args:
+        counts: over all tiers.
+        traffic: tier's name -> what its ranks moved.
+        ill: names of tiers that are not asked at present.
+    """
+    parts = [f"promoted {counts.promoted_blocks} blocks"]
+    for name, moved in traffic.items():
+        part = f"{name} read {_rate(moved.read_bytes, moved.read_seconds)}"
+        part += f", wrote {_rate(moved.written_bytes, moved.write_seconds)}"
+        for count, what in (
+            (moved.missing_objects, "missing"),
+            (moved.damaged_objects, "damaged"),
+            (moved.refused_objects, "refused"),
+            (moved.failures, "failures"),
+        ):
+            part += f", {count} {what}" if count else ""
+        parts.append(part)
+    for count, what in (
+        (counts.fell_requests, "requests fell to misses"),
+        (counts.dropped_objects, "objects not written"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    if ill:
+        parts.append(f"not asked at present: {', '.join(ill)}")
+    return "LayerStream tiers: " + "; ".join(parts)

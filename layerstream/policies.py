@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 
 class Evictable(Protocol):
@@ -36,36 +36,36 @@ class EvictionPolicy(Protocol[Item]):
         """The item to evict first, which then no longer counts as evictable; None if there is none."""
 
 
-class LRU(EvictionPolicy[Item]):
-    """Least recently used first.
+class UseOrder(Generic[Item]):
+    """Items by their stamp of last use, the oldest first, whoever stamps them.
 
-    An item keeps its place in time while it is not evictable. A heap with stale entries: an entry counts only while its
-    number is the one on record for its item, and the heap is rebuilt before stale entries outnumber the others, so
-    every operation is O(log n) amortised.
+    A heap with stale entries: an entry counts only while its number is the one on record for its item, and the heap is
+    rebuilt before stale entries outnumber the others, so every operation is O(log n) amortised.
     """
 
     def __init__(self) -> None:
-        self._tick = 0
         self._number = 0
         self._heap: list[tuple[int, int, Item]] = []
         """(used, number, item)."""
         self._current: dict[Item, int] = {}
-        """Evictable item -> number of its entry."""
-
-    def touch(self, item: Item) -> None:
-        self._tick += 1
-        item.used = self._tick
-        if item in self._current:
-            self._push(item)
+        """Item -> number of its entry."""
 
     def add(self, item: Item) -> None:
+        """Nothing happens if it is there."""
         if item not in self._current:
             self._push(item)
 
+    def renew(self, item: Item) -> None:
+        """The item has a newer stamp; nothing happens if it is not there."""
+        if item in self._current:
+            self._push(item)
+
     def discard(self, item: Item) -> None:
+        """Nothing happens if it is not there."""
         self._current.pop(item, None)
 
     def pop(self) -> Item | None:
+        """Take out the item with the oldest stamp; None if there is none."""
         while self._heap:
             _, number, item = heapq.heappop(self._heap)
             if self._current.get(item) == number:
@@ -80,3 +80,16 @@ class LRU(EvictionPolicy[Item]):
         self._number += 1
         self._current[item] = self._number
         heapq.heappush(self._heap, (item.used, self._number, item))
+
+
+class LRU(UseOrder[Item], EvictionPolicy[Item]):
+    """Least recently used first. An item keeps its place in time while it is not evictable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tick = 0
+
+    def touch(self, item: Item) -> None:
+        self._tick += 1
+        item.used = self._tick
+        self.renew(item)

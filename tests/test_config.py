@@ -24,6 +24,7 @@ GOOD: dict[str, list[Any]] = {
     "save_decode": [True, False],
     "namespace": ["", "team a/β", "x" * 128],
     "tiers": [[], [{"type": "disk"}], ({"type": "a"}, {"type": "b", "x": 1})],
+    "tenant_share": [None, 0.25, 1, 1.0, 1e-9],
     "require_piecewise": [True, False],
     "log_interval_s": [0, 0.25, 60],
     "transfer_path": ["auto", "staged", "zero_copy", "batch_dma"],
@@ -44,6 +45,7 @@ BAD: dict[str, list[Any]] = {
     "save_decode": ["true", 1, 0, None, []],
     "namespace": ["x" * 129, "a\nb", "a\0b", "\x7f", "\ud800", None, 7, []],
     "tiers": [None, {}, {"type": "disk"}, ["disk"], [{}], [{"path": "/kv"}], "disk"],
+    "tenant_share": [*NUMBERS_REFUSED, 0, 0.0, 1.0001, 2],
     "require_piecewise": ["false", 1, None],
     "log_interval_s": [*NUMBERS_REFUSED, None],
     "transfer_path": ["zero-copy", "", None, True, 0, ["auto"]],
@@ -77,6 +79,7 @@ def test_nothing_given_means_defaults(extra: dict[str, Any] | None) -> None:
         "save_decode": True,
         "namespace": "",
         "tiers": (),
+        "tenant_share": None,
         "require_piecewise": False,
         "log_interval_s": 10.0,
         "transfer_path": "auto",
@@ -95,12 +98,12 @@ def test_nothing_given_means_defaults(extra: dict[str, Any] | None) -> None:
 def test_good_value_is_taken(key: str, value: Any) -> None:
     taken = StreamConfig.from_extra(json.loads(json.dumps({key: value})))
     assert taken == dataclasses.replace(StreamConfig(), **{key: value})
-    assert getattr(taken, key) == value
+    assert getattr(taken, key) == (tuple(value) if key == "tiers" else value)
 
 
-@pytest.mark.parametrize("key", ["host_gib", "log_interval_s"])
-def test_int_for_a_float_becomes_a_float(key: str) -> None:
-    assert type(getattr(StreamConfig.from_extra({key: 3}), key)) is float
+@pytest.mark.parametrize(("key", "value"), [("host_gib", 3), ("tenant_share", 1), ("log_interval_s", 3)])
+def test_int_for_a_float_becomes_a_float(key: str, value: int) -> None:
+    assert type(getattr(StreamConfig.from_extra({key: value}), key)) is float
 
 
 @pytest.mark.parametrize(("key", "value"), cases(BAD))

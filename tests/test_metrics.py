@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstream.metrics import CacheStats, TransferStats, interval_line
+from layerstream.metrics import CacheStats, TierCounts, TierTraffic, TransferStats, interval_line, tiers_line
 
 FIELDS = [field.name for field in dataclasses.fields(TransferStats)]
 
@@ -93,3 +93,52 @@ def test_each_fault_is_said_alone(name: str) -> None:
     }
     assert said[name].startswith(quiet + ", 7 ")
     assert all(one != two for one, two in itertools.combinations(said.values(), 2))
+
+
+TIER_FIELDS = [field.name for field in dataclasses.fields(TierTraffic)]
+COUNT_FIELDS = [field.name for field in dataclasses.fields(TierCounts)]
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 1 << 40), min_size=len(TIER_FIELDS), max_size=len(TIER_FIELDS)), min_size=1, max_size=4
+    )
+)
+def test_traffic_of_tiers_adds_up_field_by_field(many: list[list[int]]) -> None:
+    parts = [TierTraffic(**dict(zip(TIER_FIELDS, values, strict=True))) for values in many]
+    total = functools.reduce(TierTraffic.merge, parts, TierTraffic())
+    assert dataclasses.astuple(total) == tuple(map(sum, zip(*many, strict=True)))
+
+
+@pytest.mark.parametrize("name", TIER_FIELDS)
+def test_any_count_makes_traffic_true(name: str) -> None:
+    assert TierTraffic(**{name: 1})
+    assert not TierTraffic()
+
+
+@given(*(st.lists(st.integers(0, 1 << 40), min_size=3, max_size=3) for _ in range(2)))
+def test_counts_of_tiers_are_told_apart_field_by_field(old: list[int], more: list[int]) -> None:
+    before = TierCounts(**dict(zip(COUNT_FIELDS, old, strict=True)))
+    after = TierCounts(**{name: a + b for name, a, b in zip(COUNT_FIELDS, old, more, strict=True)})
+    assert dataclasses.astuple(after.minus(before)) == tuple(more)
+    assert bool(after.minus(before)) == any(more)
+
+
+def test_line_of_a_busy_interval_of_tiers() -> None:
+    traffic = {
+        "disk": TierTraffic(
+            read_objects=4, read_bytes=64_000_000, read_seconds=0.032, written_objects=1, written_bytes=16_000_000,
+            write_seconds=0.016, missing_objects=1, damaged_objects=2, refused_objects=3, failures=4,
+        ),
+        "lmcache": TierTraffic(read_objects=1, read_bytes=1_000_000),
+    }  # fmt: skip
+    counts = TierCounts(promoted_blocks=80, fell_requests=5, dropped_objects=6)
+    assert tiers_line(counts, traffic, ill=["mooncake", "lmcache"]) == (
+        "LayerStream tiers: promoted 80 blocks; disk read 64.0 MB at 2.00 GB/s, wrote 16.0 MB at 1.00 GB/s, 1 missing, "
+        "2 damaged, 3 refused, 4 failures; lmcache read 1.0 MB, wrote 0 B; 5 requests fell to misses; "
+        "6 objects not written; not asked at present: mooncake, lmcache"
+    )
+
+
+def test_line_of_a_quiet_interval_of_tiers() -> None:
+    assert tiers_line(TierCounts(), {}, ill=[]) == "LayerStream tiers: promoted 0 blocks"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerstream.policies import LRU
+from layerstream.policies import LRU, UseOrder
 
 
 @dataclass(eq=False)
@@ -77,6 +77,26 @@ def test_stale_entries_do_not_pile_up() -> None:
         policy.discard(made[step % 3])
         policy.add(made[step % 3])
     assert len(policy._heap) < 200
+
+
+def test_adding_an_item_again_does_not_cost_it_its_place_among_those_never_used() -> None:
+    order: UseOrder[Thing] = UseOrder()
+    a, b = Thing("a"), Thing("b")
+    for thing in (a, b, a):
+        order.add(thing)
+    assert [order.pop(), order.pop(), order.pop()] == [a, b, None]
+
+
+def test_an_order_follows_the_stamps_that_another_makes() -> None:
+    policy: LRU[Thing] = LRU()
+    order: UseOrder[Thing] = UseOrder()
+    a, b, c = things(policy, "abc")
+    for thing in (c, b):
+        order.add(thing)
+    for thing in (b, a, c):
+        policy.touch(thing)
+        order.renew(thing)
+    assert [order.pop(), order.pop(), order.pop()] == [b, c, None]
 
 
 @settings(max_examples=200, deadline=None)

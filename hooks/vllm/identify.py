@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import snapshot_download
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
@@ -64,15 +65,17 @@ def namespace_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    folder = Path(model.model)
+    folder = _weights_folder(vllm_config)
     ordered = sorted(ranks, key=lambda rank: rank.rank)
     algorithm = cache.prefix_caching_hash_algo
     seed = get_none_hash_seed()
     quantized = cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
+    weights = None if folder is None else fingerprint_weights(folder)
     return Namespace(
-        model=str(model.model),
-        revision=model.revision,
-        weights=fingerprint_weights(folder) if folder.is_dir() else None,
+        # Equal weights are the same model, wherever they lie and however they are called.
+        model="" if weights else str(model.model),
+        revision=None if weights else model.revision,
+        weights=weights,
         load_format=str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)),
         quantization=model.quantization,
         model_config=canonical_digest(model.hf_config.to_json_string(use_diff=False)),
@@ -93,3 +96,26 @@ def namespace_of(
         user=user,
         epoch=epoch,
     )
+
+
+def _weights_folder(vllm_config: VllmConfig) -> Path | None:
+    """Where this machine keeps the model's files, also if it was given by its name in the Hugging Face hub.
+
+    Weights are loaded by the time ranks report, so what was to be downloaded is.
+    """
+    model = vllm_config.model_config
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    try:
+        found = snapshot_download(
+            str(model.model),
+            revision=model.revision,
+            cache_dir=vllm_config.load_config.download_dir,
+            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        # Not in the hub's cache, or no name that a hub could have: a bucket, a model of another loader.
+        return None
+    return Path(found)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from layerstream.coordinator import Coordinator
-from layerstream.errors import GeometryError
+from layerstream.errors import ConfigError, GeometryError
 from layerstream.hooks.vllm.compat import cache_group, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.jobs import ModelAccess, StepPlan
-from layerstream.metrics import TransferStats, interval_line
+from layerstream.metrics import TierTraffic, TransferStats, interval_line, tiers_line
+from layerstream.tiers.base import IndexSite
+from layerstream.tiers.client import TierClient
+from layerstream.tiers.registry import parse_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,12 +30,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from layerstream.config import StreamConfig
+    from layerstream.identity import Namespace
     from layerstream.jobs import RankInfo
+    from layerstream.tiering import Tiering
 
 logger = init_logger("vllm.layerstream")
 
 LONGEST_STEP_S = 1.0
 """What one step may add to the age of a job."""
+CLOSE_TIERS_S = 1.0
+"""Seconds that a tier gets to let go of its end here."""
 
 
 class BlockPoolHolds:
@@ -62,6 +69,7 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._asked: dict[str, int] = {}
         self._moved = TransferStats()
+        self._tier_traffic: dict[int, TierTraffic] = {}
         self._logged_at = time.monotonic()
         self._failed: set[str] = set()
         """Parked requests whose load has failed, and whom no rank was told of yet."""
@@ -71,6 +79,7 @@ class SchedulerHalf:
         self._pool_grows = False
         """Whether some rank's pool is not ready as a whole."""
         self._coordinator: Coordinator | None = None
+        self._tiers = parse_tiers(config.tiers)
         reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
             logger.warning("LayerStream is off for this engine, which runs as without it: %s", reason)
@@ -87,6 +96,7 @@ class SchedulerHalf:
             save_decode=config.save_decode,
             holds=self._holds,
             clock=lambda: self._seconds,
+            tenant_share=config.tenant_share,
         )
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -129,16 +139,47 @@ class SchedulerHalf:
         ready = {rank.rank: rank.pool_slots if rank.ready_slots is None else rank.ready_slots for rank in ranks}
         self._coordinator.set_slots(slots, ready=ready if growing else None, backlog_blocks=backlog_blocks)
         self._pool_grows = self._coordinator.pool_slots < slots
-        self._log_start(ranks, self._coordinator)
+        namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
+        if self._tiers and self._coordinator.tiering is None:
+            self._open_tiers(ranks, namespace, self._coordinator)
+        self._log_start(ranks, namespace, self._coordinator)
 
-    def _log_start(self, ranks: Sequence[RankInfo], coordinator: Coordinator) -> None:
+    def _open_tiers(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
+        """Let the coordinator use the tiers, unless what they would keep could not be told apart later.
+
+        Raises:
+            ConfigError: a tier cannot work on this engine.
+        """
+        persistable, reason = namespace.persistable
+        if not persistable:
+            logger.warning("LayerStream: the tiers are off for this engine: %s", reason)
+            return
+        ordered = sorted(ranks, key=lambda rank: rank.rank)
+        site = IndexSite(
+            namespace=namespace.digest(),
+            chunk_blocks=self._chunk_blocks,
+            block_bytes=tuple(rank.block_bytes for rank in ordered),
+            header_bytes=tuple(rank.header_bytes for rank in ordered),
+        )
+        clients: list[TierClient] = []
+        try:
+            for spec in self._tiers:
+                clients.append(TierClient(spec, spec.tier.open_index(site), place=len(clients)))
+        except ConfigError as error:
+            for client in clients:
+                client.close(CLOSE_TIERS_S)
+            # vLLM prints the traceback of a process that fails to start; the line a user needs must stand alone.
+            logger.error("%s", error)
+            raise
+        coordinator.use_tiers(clients, namespace=site.namespace, block_bytes=max(site.block_bytes), writes=self._saves)
+
+    def _log_start(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
         first, slots = ranks[0], coordinator.planned_slots
         ready = f"; {coordinator.pool_slots} ready, the rest follows in the background" if self._pool_grows else ""
-        namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         chunk_bytes = first.block_bytes * first.chunk_blocks
         logger.info(
             "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
-            "pool %d slots a rank (%.2f GiB, %s%s), loads %s, decode blocks %s%s, namespace %s",
+            "pool %d slots a rank (%.2f GiB, %s%s), tiers %s, loads %s, decode blocks %s%s, namespace %s",
             len(ranks),
             first.device,
             first.layers,
@@ -149,6 +190,7 @@ class SchedulerHalf:
             slots * chunk_bytes / (1 << 30),
             "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
             ready,
+            "none" if coordinator.tiering is None else ", ".join(str(spec.tier) for spec in self._tiers),
             "parked" if self._config.load_mode == "parked" else "layerwise",
             "saved" if self._config.save_decode else "not saved",
             ", every block verified" if self._config.verify else "",
@@ -156,14 +198,16 @@ class SchedulerHalf:
         )
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens after the local hit that can be loaded, and whether the request is parked for it. Changes nothing
-        but the note of what was asked, which vLLM's next call leaves out."""
+        """Tokens after the local hit that can be loaded, and whether the request is parked for it; None while tiers may
+        bring more. Changes nothing but that, and the note of what was asked, which vLLM's next call leaves out."""
         if self._coordinator is None:
             return 0, False
         self._asked[request.request_id] = local_tokens
-        if self._off is not None or self._coordinator.overdue or not self._loads:
+        if self._off is not None or self._coordinator.overdue or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        tokens = self._coordinator.match(request.request_id, request.block_hashes, request.num_tokens, local_tokens)
+        tokens = self._coordinator.match(
+            request.request_id, request.block_hashes, request.num_tokens, local_tokens, tenant=request.cache_salt
+        )
         return tokens, bool(tokens) and self._config.load_mode == "parked"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -183,6 +227,7 @@ class SchedulerHalf:
             num_prompt_tokens=request.num_prompt_tokens,
             local_tokens=self._asked.pop(request.request_id, 0),
             external_tokens=external_tokens,
+            tenant=request.cache_salt,
         )
 
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
@@ -252,6 +297,8 @@ class SchedulerHalf:
         if not isinstance(meta, WorkerReport):
             return
         self._moved = self._moved.merge(meta.report.stats)
+        for place, traffic in meta.report.tiers.items():
+            self._tier_traffic[place] = traffic.merge(self._tier_traffic.get(place, TierTraffic()))
         if meta.report.failed and self._off is None:
             # The device's streams run nothing after a failure, and a CUDA context is lost with its first.
             self._off = "a rank failed to move blocks"
@@ -280,8 +327,10 @@ class SchedulerHalf:
         return self._coordinator is None or self._coordinator.reset()
 
     def close(self) -> None:
-        """Say what the last, unfinished interval held."""
+        """Say what the last, unfinished interval held, and let go of the tiers."""
         self._log_interval(last=True)
+        if self._coordinator is not None and self._coordinator.tiering is not None:
+            self._coordinator.tiering.close(CLOSE_TIERS_S)
 
     def _log_interval(self, *, last: bool = False) -> None:
         interval = self._config.log_interval_s
@@ -300,3 +349,13 @@ class SchedulerHalf:
                 )
             )
         self._moved = TransferStats()
+        if self._coordinator.tiering is not None:
+            self._log_tiers(self._coordinator.tiering)
+
+    def _log_tiers(self, tiering: Tiering) -> None:
+        counts, traffic = tiering.take_counts(), self._tier_traffic
+        self._tier_traffic = {}
+        if counts or traffic:
+            named = {tiering.clients[place].name: moved for place, moved in sorted(traffic.items())}
+            ill = [tier.name for tier in tiering.clients if tiering.stopped or not tier.healthy]
+            logger.info(tiers_line(counts, named, ill=ill))

@@ -88,6 +88,7 @@ class WorkerHalf:
             attention_backend=backend,
             isa=isa,
             ready_slots=pool.ready_slots,
+            header_bytes=0 if self.engine.mover is None else self.engine.mover.format.header_bytes,
         )
 
     def begin_step(self, plan: StepPlan | None) -> None:

@@ -66,8 +66,16 @@ def plan(
     pool_gib: Annotated[
         float | None, typer.Option(min=0.0, help="Host pool of one rank in GiB; this machine's default if not given.")
     ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="A tier to try, as in the option `tiers`; may be given several times."),
+    ] = None,
 ) -> None:
-    """Say how many bytes of KV cache a model keeps, and how much of it fits into the host pool."""
+    """Say how many bytes of KV cache a model keeps, and how much of it fits into the host pool and into tiers.
+
+    With --tier, some objects of the model's size are written to the tier, read back and removed, and what that says
+    about a sequence is printed.
+    """
     from layerstream.cli.plan import run
 
     run(
@@ -78,6 +86,7 @@ def plan(
         tokens=tokens,
         block_tokens=block_size,
         pool_gib=pool_gib,
+        tiers=tier or (),
     )
 
 
@@ -123,3 +132,35 @@ def bench(
     from layerstream.cli.calibrate import run_calibration
 
     raise typer.Exit(run_calibration(out=out, device=device))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help='The folder of a disk tier, its "path".')],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything, and compare it with its checksums.")
+    ] = False,
+    prune_damaged: Annotated[
+        bool, typer.Option("--prune-damaged", help="Verify, and remove what is damaged or was left unfinished.")
+    ] = False,
+    prune_namespace: Annotated[
+        str, typer.Option(metavar="HEX", help="Remove the objects of the namespace that begins with these digits.")
+    ] = "",
+    prune_older_than: Annotated[
+        float | None, typer.Option(metavar="DAYS", min=0.0, help="Remove objects that were not used for so many days.")
+    ] = None,
+    prune_all: Annotated[bool, typer.Option("--prune-all", help="Remove all objects.")] = False,
+) -> None:
+    """Say what is in the folder of a disk tier; verify it, and remove what need not stay. It may be in use meanwhile.
+
+    Files that are not objects of layerstream are never touched. Exit status 1 if damaged objects stay.
+    """
+    from layerstream.cli.inspection import Pruning, run
+
+    pruning = Pruning(
+        damaged=prune_damaged,
+        namespace=prune_namespace,
+        older_than_days=prune_older_than,
+        everything=prune_all,
+    )
+    raise typer.Exit(run(path, verify=verify, pruning=pruning))

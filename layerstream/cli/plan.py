@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,15 @@ def size(nbytes: int) -> str:
 
 
 def run(
-    *, model: Path, kv_dtype: str, tp: int, pp: int, tokens: int, block_tokens: int, pool_gib: float | None
+    *,
+    model: Path,
+    kv_dtype: str,
+    tp: int,
+    pp: int,
+    tokens: int,
+    block_tokens: int,
+    pool_gib: float | None,
+    tiers: Sequence[str] = (),
 ) -> None:
     """Print the table.
 
@@ -33,9 +42,10 @@ def run(
         tokens: length of one sequence.
         block_tokens: tokens in one block.
         pool_gib: host pool of one rank; None asks this machine, with all ranks on it.
+        tiers: entries of the option `tiers` as JSON, each to be tried here.
 
     Raises:
-        ConfigError: the config is not understood, or the pool has no room for one block.
+        ConfigError: the config or a tier is not understood, or the pool has no room for one block.
     """
     capacity = kv_capacity(load_config(model), kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
     if pool_gib is None:
@@ -52,6 +62,10 @@ def run(
             f"use --pool-gib {capacity.block_bytes / GIB:.3g} or more"
         )
     Console().print(_table(capacity, tokens=tokens, pool_bytes=pool_bytes, pool_origin=pool_origin))
+    if tiers:
+        from layerstream.cli.tier_plan import print_tiers
+
+        print_tiers(tiers, capacity, tokens=tokens)
     if capacity.attention == "MLA" or _windowed(capacity):
         Console().print(
             "The connector serves models with one group of full-attention layers. For this one it starts, says so "

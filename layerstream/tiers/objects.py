@@ -38,6 +38,7 @@ MAX_HEADER_BYTES = 100_000_000
 """Longest header that safetensors accepts (MAX_HEADER_SIZE in its tensor.rs)."""
 
 _MARK = "layerstream"
+_HEX = frozenset("0123456789abcdef")
 _DIGITS = 10**10
 """Numbers in the header are below this."""
 
@@ -120,8 +121,12 @@ def parse_header(data: bytes | memoryview) -> ObjectHeader:
             checksums=tuple(int(word, 16) for word in metadata[CHECKSUM].split()),
             header_bytes=8 + length,
         )
-    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise ObjectError(f"its header is damaged ({error})") from error
+    if min(header.blocks, *header.page_bytes, 1) < 1 or header.start < 0 or min(header.checksums, default=0) < 0:
+        raise ObjectError("its header is damaged (numbers that cannot be)")
+    if not _HEX.issuperset(header.namespace + header.key + header.parent):
+        raise ObjectError("its header is damaged (names are not hexadecimal)")
     offset = 0
     for tensor, size in zip(tensors.values(), header.page_bytes, strict=True):
         stop = offset + header.blocks * size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"option {key!r} is unknown{hint} Allowed: {', '.join(fields)}")
+        if isinstance(options[key], float) and not math.isfinite(options[key]):
+            raise ConfigError(f"option {key!r} got {options[key]}; allowed: a finite number")
     try:
         return msgspec.convert(dict(options), type=kind)
     except msgspec.ValidationError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import count
 from typing import Any, Literal, cast, get_args
 
 from layerstream.errors import ConfigError
@@ -22,6 +23,7 @@ _BUILT_IN = {
 }
 
 Admission = Literal["all", "reused"]
+LOOKUP_MS = 250.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class TierSpec:
     """Whether objects are written to it, or only read."""
     admission: Admission
     """What is written: all that is saved, or what was wanted a second time."""
+    lookup_ms: float = LOOKUP_MS
+    """Milliseconds that a waiting request gives the tier to say what it holds; an answer that comes later is a miss."""
 
 
 def parse_tiers(entries: Sequence[Mapping[str, Any]]) -> tuple[TierSpec, ...]:
@@ -50,19 +54,24 @@ def parse_tiers(entries: Sequence[Mapping[str, Any]]) -> tuple[TierSpec, ...]:
         kind = options.pop("type", None)
         write = options.pop("write", True)
         admission = options.pop("admission", "all")
+        lookup_ms = options.pop("lookup_ms", LOOKUP_MS)
         if not isinstance(kind, str):
             raise ConfigError(f'{where} needs a "type": one of {", ".join(tier_types())}')
         if not isinstance(write, bool):
             raise ConfigError(f"{where}['write'] got {write!r}; allowed: true or false")
         if admission not in get_args(Admission):
             raise ConfigError(f"{where}['admission'] got {admission!r}; allowed: {' or '.join(get_args(Admission))}")
+        if isinstance(lookup_ms, bool) or not isinstance(lookup_ms, (int, float)) or not 0 < lookup_ms <= 60_000:
+            raise ConfigError(f"{where}['lookup_ms'] got {lookup_ms!r}; allowed: a number > 0 and <= 60000")
         try:
             tier = _tier_class(kind).parse(options)
         except ConfigError as error:
             raise ConfigError(f"{where} ({kind}): {error}") from error
-        same = sum(spec.tier.kind == kind for spec in specs)
-        name = f"{kind}-{same + 1}" if same else kind
-        specs.append(TierSpec(tier=tier, name=name, write=write, admission=cast(Admission, admission)))
+        names = {spec.name for spec in specs}
+        name = next(each for each in _names(kind) if each not in names)
+        specs.append(
+            TierSpec(tier=tier, name=name, write=write, admission=cast(Admission, admission), lookup_ms=lookup_ms)
+        )
     return tuple(specs)
 
 
@@ -71,15 +80,25 @@ def tier_types() -> list[str]:
     return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
 
+def _names(kind: str) -> Iterator[str]:
+    yield kind
+    yield from (f"{kind}-{number}" for number in count(2))
+
+
 def _tier_class(kind: str) -> type[Tier]:
     if kind in _BUILT_IN:
         module, name = _BUILT_IN[kind].split(":")
         return cast(type[Tier], getattr(import_module(module), name))
     for entry in entry_points(group=ENTRY_POINTS, name=kind):
-        found = entry.load()
+        try:
+            found = entry.load()
+        except Exception as error:
+            raise ConfigError(
+                f"entry point {entry.value} of group {ENTRY_POINTS} cannot be loaded: {error!r}"
+            ) from error
         if not (isinstance(found, type) and issubclass(found, Tier)):
             raise ConfigError(f"entry point {entry.value} of group {ENTRY_POINTS} is not a subclass of Tier")
         return found
     near = difflib.get_close_matches(kind, tier_types(), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(f"there is no such tier{hint} Installed: {', '.join(tier_types())}")

@@ -23,7 +23,9 @@ from layerstream.jobs import JobKind
 from tests.fuzz.statistics import Statistics
 from tests.rigs.fuzz_rig import OVERDUE_S, FuzzRig
 from tests.rigs.fuzz_setup import Setup
+from tests.rigs.installed_tiers import write_weights
 from tests.rigs.scheduler_rig import BLOCK
+from tests.rigs.stepped_tiers import FAULTS as TIER_FAULTS
 
 STATISTICS = Statistics()
 """Of this process."""
@@ -73,6 +75,10 @@ setups = st.builds(
     second_runner=st.booleans(),
     recompute=st.booleans(),
     sanitize=st.booleans(),
+    tiers=st.sampled_from((0, 1, 1, 2)),
+    tails=often,
+    tier_objects=st.sampled_from((None, None, 4)),
+    admission=st.sampled_from(("all", "all", "all", "reused")),
 )
 
 
@@ -133,17 +139,19 @@ class ServingMachine(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.added = 0
 
-    @initialize(setup=setups, forgets=often, lucky=st.sampled_from((True, True, False)))
-    def start(self, setup: Setup, forgets: bool, lucky: bool) -> None:
+    @initialize(setup=setups, forgets=often, lucky=st.sampled_from((True, True, False)), resets=seldom)
+    def start(self, setup: Setup, forgets: bool, lucky: bool, resets: bool) -> None:
         """
         Args:
             setup: the engine.
             forgets: whether vLLM forgets what it has cached before a request comes, so that hits are ours.
             lucky: whether nothing fails or is lost, since an engine that has seen that soon loads nothing.
+            resets: whether the connector is reset though the engine has tiers, which it does not use from then on.
         """
         setup = replace(setup, **self.fixed)
         self.rig = FuzzRig(_folder(), setup)
         self.forgets, self.lucky = forgets, lucky and not self.unlucky
+        self.resets = resets or not setup.tiers
         self.broken = False
         STATISTICS.machines += 1
         for option in fields(Setup):
@@ -253,14 +261,14 @@ class ServingMachine(RuleBasedStateMachine):
             case "reset of vLLM's cache":
                 rig.reset(connector=False, running=False)
             case "reset of both caches":
-                rig.reset(connector=True, running=False)
+                rig.reset(connector=self.resets, running=False)
             case "reset under way":
-                rig.reset(connector=True, running=True)
+                rig.reset(connector=self.resets, running=True)
             case "new weights":
                 for name in self.alive:
                     self._abort(name)
                 self.steps(2)
-                rig.reset(connector=True, running=False)
+                rig.reset(connector=self.resets, running=False)
 
     @action(is_unlucky, what=st.sampled_from(TROUBLES), rank=st.integers(0, 2))
     def trouble(self, what: str, rank: int) -> None:
@@ -312,11 +320,36 @@ class ServingMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """The engine has stopped; another one starts, of the same setup, with nothing in its pools."""
-        self._count()
-        self.rig.close()
-        self.rig = FuzzRig(_folder(), self.rig.setup)
-        self.added = 0
+        self.rig.tiers.forget_debts()
+        self._follow()
         STATISTICS.rules["restart"] += 1
+
+    @action(lambda machine: machine.rig.setup.tiers and machine.prompts and has_room(machine), source=st.integers(0, 7))
+    def follow(self, source: int) -> None:
+        """The engine is stopped when all is served, another one follows with the same tiers; a prompt comes again."""
+        self.rig.settle()
+        if not self.rig.dead:
+            self._follow()
+            self.added += 1
+            self._serve(f"r{self.added}", self.prompts[source % len(self.prompts)], 2)
+
+    @action(
+        lambda machine: is_unlucky(machine) and machine.rig.setup.tiers,
+        what=st.sampled_from(TIER_FAULTS),
+        which=st.integers(0, 1),
+        seconds=st.sampled_from((0.0, 0.3, 3.0, 40.0)),
+    )
+    def tier_trouble(self, what: str, which: int, seconds: float) -> None:
+        """Something goes wrong with a tier, or is mended, and time passes."""
+        self.rig.tiers.trouble(which % self.rig.setup.tiers, what)
+        self.rig.seconds += seconds
+
+    def _follow(self) -> None:
+        self._count()
+        tiers = self.rig.tiers
+        self.rig.close()
+        self.rig = FuzzRig(_folder(), self.rig.setup, tiers)
+        self.added = 0
 
     def steps(self, count: int) -> None:
         """The engine makes up to so many steps."""
@@ -373,6 +406,12 @@ class ServingMachine(RuleBasedStateMachine):
 
     def _count(self) -> None:
         stats = self.rig.coordinator.take_stats()
+        if self.rig.coordinator.tiering is not None:
+            counts = self.rig.coordinator.tiering.take_counts()
+            STATISTICS.events["blocks promoted"] += counts.promoted_blocks
+            STATISTICS.events["objects not written"] += counts.dropped_objects
+            STATISTICS.events["writes to tiers"] += self.rig.tiers.written()
+            STATISTICS.faults["requests fell to misses"] += counts.fell_requests
         lives = self.rig.all_lives
         STATISTICS.faults.update(self.rig.faults)
         STATISTICS.steps += sum(self.rig.modes.values())
@@ -398,6 +437,7 @@ def _folder() -> Path:
     """For the model's config, until the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="layerstream-fuzz-")
     _KEPT.append(folder)
+    write_weights(Path(folder.name))
     return Path(folder.name)
 
 

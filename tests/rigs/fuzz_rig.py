@@ -6,8 +6,9 @@ from collections import Counter
 
 from vllm.v1.request import RequestStatus
 
-from layerstream.index import Chunk
 from layerstream.jobs import JobKind
+from layerstream.tiers.breaker import LONGEST_WAIT_S
+from tests.rigs.books import check_books, check_tiers_idle
 from tests.rigs.known_model import Life
 from tests.rigs.stepping_rig import SteppingRig
 
@@ -15,6 +16,8 @@ PATIENCE = 600
 """Steps in which everything that is under way must come to an end."""
 OVERDUE_S = 100.0
 """Longer than any job's deadline."""
+LONGEST_ILL_S = LONGEST_WAIT_S + 1.0
+"""After which a tier that works is asked again."""
 
 
 class FuzzRig(SteppingRig):
@@ -23,7 +26,7 @@ class FuzzRig(SteppingRig):
     @property
     def faults(self) -> Counter[str]:
         """Faults injected so far that had an effect, by kind."""
-        return sum((mailbox.injected for mailbox in self.mailboxes), Counter())
+        return sum((mailbox.injected for mailbox in self.mailboxes), self.tiers.injected)
 
     def reset(self, *, connector: bool, running: bool) -> None:
         """vLLM's `reset_prefix_cache`. It cannot preempt what is being loaded, and says so."""
@@ -51,6 +54,8 @@ class FuzzRig(SteppingRig):
         """
         self.stalled = False
         self.held_back.clear()
+        for place in range(self.setup.tiers):
+            self.tiers.mend(place)
         for mailbox in self.mailboxes:
             mailbox.hurry(lost=False)
         steps = 0
@@ -59,6 +64,9 @@ class FuzzRig(SteppingRig):
             assert steps < PATIENCE, f"still busy after {steps} steps: {self.statuses()}"
             if steps % 4 == 0:
                 self.run_devices()
+            if steps % 25 == 0 and self.setup.tiers:
+                # Requests wait for tiers by the clock.
+                self.seconds += 1.0
             if steps % 50 == 0 and any(mailbox.lost for mailbox in self.mailboxes):
                 self.jump(OVERDUE_S)
             if self.scheduler.has_requests():
@@ -71,8 +79,12 @@ class FuzzRig(SteppingRig):
         assert not self.connector.has_pending_push_work()
         for mailbox in self.mailboxes:
             mailbox.hurry(lost=True)
-        # What ranks still have to say of jobs that were given up comes with the next steps, whatever their cause.
-        for _ in range(4):
+        # What ranks still have to say, of jobs that were given up or of tiers, comes with the next steps, whatever
+        # their cause. An ill tier is well again after a while.
+        for _ in range(6):
+            self.run_devices()
+            self.jump(1.0)
+            self.seconds += LONGEST_ILL_S
             self.step()
         while self._pending:
             self._book()
@@ -85,21 +97,12 @@ class FuzzRig(SteppingRig):
 
     def check_books(self) -> None:
         """What is under way has what it needs and no more: slots, blocks that are held, pins, and writers."""
-        coordinator = self.coordinator
-        index, flights = coordinator._index, coordinator._flights
-        assert index is not None
-        pins: Counter[Chunk] = Counter()
-        writers: Counter[Chunk] = Counter()
+        flights = self.coordinator._flights
         blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         for flight in (*flights._due.values(), *flights._overdue.values()):
-            (writers if flight.job.kind is JobKind.SAVE else pins).update(span.chunk for span in flight.spans)
             if flight.job.kind is JobKind.PARKED_LOAD:
                 assert all(blocks[block].ref_cnt for block in flight.job.block_ids), "a block being loaded is not held"
-        chunks = {*pins, *writers, *index._heads.values()}
-        assert {chunk.live for chunk in index._heads.values()} <= {True}
-        assert index.used == len({chunk.slot for chunk in chunks}) == len(chunks), "slots that nobody or two use"
-        for chunk in chunks:
-            assert (chunk.pins, chunk.writers) == (pins[chunk], writers[chunk]), f"slot {chunk.slot}: pins, writers"
+        check_books(self.coordinator)
 
     def _all_free(self) -> bool:
         return self.free_blocks == self.setup.blocks - 1
@@ -116,6 +119,10 @@ class FuzzRig(SteppingRig):
         assert not (half.pending() or flights._due or flights._overdue or flights._outbox)
         assert not (coordinator._requests or half._requests or half._asked or coordinator._arriving or half._failed)
         self.check_books()
+        check_tiers_idle(coordinator)
+        for tier in self.tiers.tiers:
+            assert not tier.inner.owed, "a ticket or a reservation was not handed back"
+            assert not tier.inner.overpaid, "a ticket or a reservation was handed back twice"
         assert not any(engine._ledger._in_flight for engine in self.engines)
         assert all(device.close(0.0) for device in self.devices), "a stream waits for what will not come"
         assert not any(recorder.undeclared for recorder in self.recorders)

@@ -9,6 +9,12 @@ from typing import Any
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from tests.rigs.scheduler_rig import BLOCK, LAYERS
+from tests.rigs.stepped_tiers import SteppedTiers
+
+PAGE_BYTES = 8 * 4 * BLOCK * LAYERS
+"""Of a block, over all layers of the rig."""
+HEADER_BYTES = 4096
+"""Of an object, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +43,18 @@ class Setup:
     recompute: bool = False
     """`kv_load_failure_policy`: recompute, or fail."""
     sanitize: bool = True
+    tiers: int = 0
+    tails: bool = True
+    """Whether tiers keep objects shorter than a chunk."""
+    tier_objects: int | None = None
+    """Whole chunks that each tier has room for; any number if None."""
+    admission: str = "all"
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the connector."""
-        page = 8 * 4 * BLOCK * LAYERS
+        """Of the connector, without its tiers."""
         return {
-            "host_gib": max(self.slots * self.chunk_blocks * page, LAYERS * 4096) / (1 << 30),
+            "host_gib": max(self.slots * self.chunk_blocks * PAGE_BYTES, LAYERS * 4096) / (1 << 30),
             "chunk_tokens": self.chunk_blocks * BLOCK,
             "staging_mib": 1,
             "load_mode": self.load_mode,
@@ -54,6 +65,20 @@ class Setup:
             "log_interval_s": 0,
             "sanitize": self.sanitize,
         }
+
+    def make_tiers(self, clock: Callable[[], float]) -> SteppedTiers:
+        """What engines of this setup keep beneath their pools."""
+        room = None
+        if self.tier_objects is not None:
+            room = self.tier_objects * self.ranks * (self.chunk_blocks * PAGE_BYTES + HEADER_BYTES)
+        return SteppedTiers(
+            self.tiers,
+            tails=self.tails,
+            capacity_bytes=room,
+            admission=self.admission,
+            seed=self.seed,
+            clock=clock,
+        )
 
     def config_maker(self, make: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
         """A maker of vLLM's configuration that does what `make` does, and then what this setup asks for."""

@@ -35,6 +35,7 @@ from tests.rigs.known_model import Life, Span
 from tests.rigs.late_scheduler_rig import LateSchedulerRig
 from tests.rigs.mailbox import Mailbox
 from tests.rigs.scheduler_rig import BLOCK
+from tests.rigs.stepped_tiers import SteppedTiers
 
 
 @dataclass(slots=True)
@@ -47,10 +48,18 @@ class Step:
 
 
 class SteppingRig(LateSchedulerRig):
-    """See `LateSchedulerRig`."""
+    """See `LateSchedulerRig`.
 
-    def __init__(self, folder: Path, setup: Setup) -> None:
+    Args:
+        folder: of the model.
+        setup: the engine.
+        tiers: those of an engine before it; None: tiers that are empty.
+    """
+
+    def __init__(self, folder: Path, setup: Setup, tiers: SteppedTiers | None = None) -> None:
         self.setup = setup
+        self.tiers = setup.make_tiers(lambda: self.seconds) if tiers is None else tiers
+        self.tiers.clock = lambda: self.seconds
         self.seconds = 0.0
         self.mode = CUDAGraphMode.PIECEWISE
         """How the next steps run."""
@@ -71,11 +80,12 @@ class SteppingRig(LateSchedulerRig):
         with (
             mock.patch.object(scheduler_rig, "Scheduler", scheduler),
             mock.patch.object(scheduler_rig, "vllm_config", setup.config_maker(scheduler_rig.vllm_config)),
+            self.tiers.installed(),
         ):
             super().__init__(
                 folder,
                 seed=setup.seed,
-                options=setup.options,
+                options={**setup.options, "tiers": self.tiers.options},
                 num_blocks=setup.blocks,
                 step_tokens=setup.step_tokens,
                 ranks=setup.ranks,
@@ -114,6 +124,7 @@ class SteppingRig(LateSchedulerRig):
         self.seconds += 0.002
         for rank in range(self.setup.ranks):
             self._run_some(rank)
+        self._run_tiers()
         output = self.scheduler.schedule()
         step = Step(output, {name: self._span_of(name, output) for name in output.num_scheduled_tokens})
         step.combined = self.aggregator.aggregate([self._run(rank, step) for rank in range(self.setup.ranks)])
@@ -128,10 +139,20 @@ class SteppingRig(LateSchedulerRig):
         """All ranks catch up."""
         for device, adversary in zip(self.devices, self._adversaries, strict=True):
             adversary.run(device)
+        self._run_tiers(all_of_it=True)
 
     def close(self) -> None:
         super().close()
         self._patches.close()
+
+    def _run_tiers(self, *, all_of_it: bool = False) -> None:
+        """What waits for tiers goes on, or all of it."""
+        tiering = self.coordinator.tiering
+        if tiering is not None:
+            self.tiers.run_clients(tiering.clients, all_of_it=all_of_it)
+        for engine in self.engines:
+            if engine.mover is not None and not self.stalled:
+                self.tiers.run_mover(engine.mover, all_of_it=all_of_it)
 
     def _span_of(self, name: str, output: SchedulerOutput) -> Span:
         life, scheduled = self.lives[name], output.num_scheduled_tokens[name]

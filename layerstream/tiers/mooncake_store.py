@@ -1,0 +1,112 @@
+"""A rank's end of the Mooncake Store tier: one object of the store for each of the rank's tier objects."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from layerstream.errors import TierError
+from layerstream.tiers.base import Batch, StoreSite, TierStore
+from layerstream.tiers.mooncake_codes import MISSING, OK, meaning
+from layerstream.tiers.mooncake_ranges import RegisteredMemory, object_name
+from layerstream.tiers.mooncake_reads import SessionReader, read_whole
+from layerstream.tiers.mooncake_writes import Room, SessionWriter, write_whole
+
+if TYPE_CHECKING:
+    from layerstream.tiers.mooncake_client import MooncakeClient
+    from layerstream.tiers.mooncake_ranges import Range
+
+
+class MooncakeStore(TierStore):
+    """Moves objects by sessions of ranges if all memory is others', and by bulk calls if this process contributes some:
+    those are copies within the process (five times as fast there), while sessions take the network even then.
+
+    Args:
+        client: connected with `site.memory`.
+        site: the rank.
+        own_memory: whether this process contributes memory.
+        ranges: most pieces in one call of a session.
+        lease_s: seconds that the master's leases last.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        client: MooncakeClient,
+        site: StoreSite,
+        *,
+        own_memory: bool,
+        ranges: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._rank, self._own_memory = client, site.format.rank, own_memory
+        self._memory = RegisteredMemory(site.memory)
+        self._keys = _Keys()
+        self._room = Room(longest_s=lease_s, clock=clock)
+        self._reader = SessionReader(client, ranges=ranges, lease_s=lease_s, clock=clock)
+        self._writer = SessionWriter(client, ranges=ranges, room=self._room)
+
+    def read(self, batch: Batch) -> int:
+        names, wholes = self._located(batch)
+        with self._keys.held(names):
+            if self._own_memory:
+                return read_whole(self._client, names, wholes)
+            return self._reader.read(names, wholes)
+
+    def write(self, batch: Batch) -> int:
+        names, wholes = self._located(batch)
+        if not self._room.open:
+            return 0
+        with self._keys.held(names):
+            if self._own_memory:
+                return write_whole(self._client, self._room, names, wholes)
+            return self._writer.write(names, wholes)
+
+    def remove(self, batch: Batch) -> None:
+        names = [object_name(item.object, self._rank) for item in batch.items]
+        with self._keys.held(names):
+            remove_objects(self._client, names)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _located(self, batch: Batch) -> tuple[list[str], list[Range]]:
+        names = [object_name(item.object, self._rank) for item in batch.items]
+        return names, [self._memory.locate(item) for item in batch.items]
+
+
+def remove_objects(client: MooncakeClient, names: Sequence[str]) -> None:
+    """Forget objects, even leased ones: looking one up renews its lease, so a damaged one would be found, and fetched
+    in vain, for as long as somebody asks for it. Who is reading one gets other bytes, and its checksums show it.
+
+    Raises:
+        TierError: an object may still be there.
+    """
+    for name, code in zip(names, client.remove(names), strict=True):
+        if code != OK and code not in MISSING:
+            raise TierError(f"Mooncake Store: removing object {name} failed: {meaning(code)}")
+
+
+class _Keys:
+    """Lets one thread at a time be at an object. Nobody waits for ever: whoever is at one is bounded by the limits of
+    the transport."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: set[str] = set()
+
+    @contextmanager
+    def held(self, keys: Sequence[str]) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held.isdisjoint(keys))
+            self._held.update(keys)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.difference_update(keys)
+                self._changed.notify_all()

@@ -1,0 +1,35 @@
+"""Tiers of a test under names that the option `tiers` may use, and a model that tiers can tell from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from layerstream.tiers.base import Tier
+
+
+@contextmanager
+def installed(tiers: Mapping[str, Tier]) -> Iterator[None]:
+    """Within, `{"type": NAME}` in the option `tiers` means the tier of this name, in every half of every engine."""
+
+    class Named:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def parse(self, options: dict[str, Any]) -> Tier:
+            assert not options
+            return tiers[self.kind]
+
+    with mock.patch("layerstream.tiers.registry._tier_class", Named):
+        yield
+
+
+def write_weights(folder: Path, content: bytes = b"abcd") -> None:
+    """Give the model in `folder` weights: one tensor of these bytes."""
+    entry = {"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}
+    header = json.dumps(entry).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
