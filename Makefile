@@ -11,11 +11,13 @@ NEXT_VLLM := 0.33.0
 NEXT := $(VENV)-0.33
 FUZZ_MINUTES ?= 60
 FUZZ_OUT ?= out/fuzz.json
+SOAK_MINUTES ?= 10
+SOAK_OUT ?= out/soak.json
 # An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-next check bench fuzz gpu-validate clean
+.PHONY: help setup demo test test-full test-next check bench fuzz soak gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -46,6 +48,10 @@ bench: setup ## measure against the targets: about an hour, with the machine lef
 fuzz: setup ## serve at random under vLLM's real scheduler, for FUZZ_MINUTES (an hour)
 	@mkdir -p $(dir $(FUZZ_OUT))
 	@$(BIN)/python profiles/fuzz.py --minutes $(FUZZ_MINUTES) --out $(FUZZ_OUT)
+
+soak: setup ## serve on all tiers while services, disk and engine fail, for SOAK_MINUTES (10)
+	@mkdir -p $(dir $(SOAK_OUT))
+	@$(BIN)/python -m profiles.soak --minutes $(SOAK_MINUTES) --out $(SOAK_OUT)
 
 gpu-validate: ## prove the GPU path on this machine's GPU, in at most eight minutes (GPU_PYTHON: a python with its torch)
 	@$(GPU_PYTHON) -m profiles.gpu_validate

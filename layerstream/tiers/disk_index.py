@@ -57,6 +57,7 @@ class DiskIndex(TierIndex):
         self._clock, self._monotonic = clock, monotonic
         self._contents = DiskContents()
         self._survey = DiskSurvey(folder, self._contents, clock=clock, monotonic=monotonic)
+        self._tidied = False
         self._listed_at = float("-inf")
         self._reserved: dict[str, TierObject] = {}
         self._pins: dict[str, tuple[float, tuple[str, ...]]] = {}
@@ -127,6 +128,11 @@ class DiskIndex(TierIndex):
             raise TierError(f"folder {self._folder.path} cannot be read: {error.strerror or error}") from error
 
     def usage(self) -> Usage | None:
+        if not self._tidied:
+            # The client asks this when it starts, and then listing goes on only as requests come: what dead engines
+            # left must not wait for them.
+            self._tidied = True
+            self._survey.tidy()
         if not self._is_listed(LIST_EVERY_S):
             return None
         used = self._contents

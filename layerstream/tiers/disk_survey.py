@@ -83,6 +83,16 @@ class DiskSurvey:
         self._next = 0
         return True
 
+    def tidy(self) -> None:
+        """Remove unfinished files whose writers are gone, wherever they are. Looks at nothing but names, so it is quick
+        in large folders too.
+        """
+        with contextlib.suppress(FileNotFoundError), self._folder.objects() as objects:
+            for shard in SHARDS:
+                with contextlib.suppress(*NOT_THERE), open_shard(objects, shard) as folder:
+                    for name in filter(is_unfinished, os.listdir(folder)):  # noqa: PTH208 - of an open folder
+                        self._tidy(folder, name)
+
     def ask(self, objects: int, key: str, ranks: Iterable[int]) -> dict[int, int]:
         """Look at some ranks' files of one object, in the open `DiskFolder.objects`; rank -> bytes."""
         sizes: dict[int, int] = {}

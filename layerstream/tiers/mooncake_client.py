@@ -147,7 +147,7 @@ class MooncakeClient:
             placement = (connected.placement,) if place else ()
             call = getattr(connected.store, method)
             codes = list(call(list(keys), *arguments, *placement))
-            if master and False and self._connection.settings.master.answers():
+            if master and RPC_FAIL in codes and self._connection.settings.master.answers():
                 # A master that was restarted: the connection to the old one is found broken by the first call.
                 codes = list(call(list(keys), *arguments, *placement))
         if len(codes) != len(keys):

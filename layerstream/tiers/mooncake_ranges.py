@@ -77,8 +77,8 @@ class RegisteredMemory:
         place = bisect_right(self._starts, pointer) - 1
         if place < 0 or pointer + size > self._stops[place]:
             raise TierError(
-                f"Mooncake Store: {size} bytes of an object are at {pointer:#x}, outside the memory that was registered "
-                "(StoreSite.memory); all buffers must lie in it"
+                f"Mooncake Store: {size} bytes of an object are at {pointer:#x}, outside the registered memory: "
+                "StoreSite.memory must hold all buffers"
             )
         return self._starts[place], self._stops[place]
 

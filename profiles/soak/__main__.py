@@ -62,14 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _import_from_checkout()
     from profiles.microbench.machine import commit, describe_machine, versions
     from profiles.soak.checks import Tally
-    from profiles.soak.watch import SHM
 
     started, machine, tally = datetime.now(UTC), describe_machine(), Tally()
-    shm_before = {path.name for path in SHM.iterdir()}
     with ExitStack() as stack:
         prompts = _soak(chosen, stack, tally)
-    if left := sorted({path.name for path in SHM.iterdir()} - shm_before):
-        tally.violation("left over", f"in /dev/shm: {', '.join(left)}")
     result = {
         "started": started.isoformat(timespec="seconds"),
         "minutes": chosen.minutes,
@@ -100,7 +96,7 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
     from profiles.soak.engine import EngineLife
     from profiles.soak.faults import Misfortune
     from profiles.soak.run import Plan, Soak
-    from profiles.soak.services import services
+    from profiles.soak.services import is_lmcache, services
     from profiles.soak.traffic import Shape, make_corpus
     from profiles.soak.watch import MIB, Watch, session
 
@@ -110,8 +106,7 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
     model = tiny_model(root / "model")
 
     def printed(line: str) -> None:
-        log.write(line + "\n")
-        log.flush()
+        print(line, file=log, flush=True)
         tally.printed(line)
 
     say("computing the answers without the connector")
@@ -137,10 +132,6 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
         lives.append(life)
         return life
 
-    def end_all() -> None:
-        for life in lives:
-            life.kill()
-
     faults = {"disk": disk.faults(lambda: session(lives[-1].pid) if lives else [])}
     if chosen.control:
         faults["disk"] = [fault for fault in faults["disk"] if fault.name == CONTROL_FAULT]
@@ -148,14 +139,14 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
         real = stack.enter_context(services(root))
         tiers |= real.tiers
         faults |= {"mooncake": real.mooncake_faults(), "lmcache": real.lmcache_faults()}
-    stack.callback(end_all)
+    stack.callback(lambda: [life.kill() for life in lives])  # type: ignore[func-returns-value]
     misfortunes = [
         Misfortune(
             what, these, seed=str(chosen.seed), tally=tally, **({} if what == "disk" else {"peace": REMOTE_PEACE_S})
         )
         for what, these in faults.items()
     ]
-    watch = Watch(tally, used_bytes=disk.used_bytes, cap_bytes=int(CAP_GIB * (1 << 30)))
+    watch = Watch(tally, used_bytes=disk.used_bytes, cap_bytes=int(CAP_GIB * (1 << 30)), services=is_lmcache)
     tally.begun = time.monotonic()
     Soak(
         Plan(seconds=chosen.minutes * 60, seed=chosen.seed),
@@ -163,6 +154,7 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
         start=start,
         tiers=list(tiers),
         misfortunes=misfortunes,
+        spared=misfortunes[0],
         unfinished=disk.unfinished,
         tally=tally,
         watch=watch,
@@ -174,7 +166,8 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
         "largest folder, MiB": round(watch.largest_folder / MIB, 1),
         "disk tier on a filesystem of its own": disk.mounted,
     }
-    tally.judge(tiers=list(tiers), faults=[fault.name for these in faults.values() for fault in these])
+    wanted = [fault.name for these in faults.values() for fault in these]
+    tally.judge(tiers=list(tiers), faults=wanted if chosen.control else [*wanted, "engine: killed", "engine: stopped"])
     return len(corpus.turns)
 
 

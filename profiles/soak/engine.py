@@ -192,16 +192,11 @@ class EngineLife:
 
 
 async def _live(setup: Mapping[str, Any], answers: int) -> None:
-    # The engine core is forked from here, and has what is patched here.
-    os.environ.update({"VLLM_WORKER_MULTIPROC_METHOD": "fork", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[0]))
-    if setup["unchecked"]:
-        from layerstream.tiers.objects import ObjectFormat
-
-        setattr(ObjectFormat, "check", lambda *_, **__: None)  # noqa: B010 - mypy forbids the other way
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -213,6 +208,7 @@ async def _live(setup: Mapping[str, Any], answers: int) -> None:
             model=setup["model"],
             kv_transfer_config=None if setup["options"] is None else transfer,
             skip_tokenizer_init=True,
+            worker_extension_cls="profiles.soak.unchecked.Unchecked" if setup["unchecked"] else "",
             **setup["arguments"],
         )
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,8 @@ class Misfortune:
         self._faults, self._draw, self._tally = tuple(faults), random.Random(f"{seed} {what}"), tally
         self._lasts, self._peace = lasts, peace
         self._stop = threading.Event()
-        self.quiet = threading.Event()
-        """Set while nothing is wrong."""
-        self.quiet.set()
+        self._alone = threading.Lock()
+        """Held while something is wrong, or must not be."""
         self._thread = threading.Thread(target=self._run, name=f"soak-{what}", daemon=True)
 
     def start(self) -> None:
@@ -64,15 +64,21 @@ class Misfortune:
         if self._thread.ident is not None:
             self._thread.join()
 
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """While this lasts, nothing is wrong. It begins once what is wrong has come right."""
+        with self._alone:
+            yield
+
     def _run(self) -> None:
         waiting: list[Fault] = []
         while not self._stop.wait(self._draw.uniform(*self._peace)):
             if not waiting:
                 waiting = self._draw.sample(self._faults, len(self._faults))
-            self._inject(waiting.pop())
+            with self._alone:
+                self._inject(waiting.pop())
 
     def _inject(self, fault: Fault) -> None:
-        self.quiet.clear()
         try:
             fault.do(self._draw)
             self._tally.count(self._tally.faults, fault.name)
@@ -86,4 +92,3 @@ class Misfortune:
                 fault.mend()
             except Exception as error:  # noqa: BLE001 - nothing after it would be what it seems
                 self._tally.violation("the run itself", f"{fault.name} could not be mended: {error!r}")
-            self.quiet.set()

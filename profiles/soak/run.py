@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +46,8 @@ class Plan:
     clients: int = 4
     life_s: tuple[float, float] = (35.0, 110.0)
     """Shortest and longest life of an engine."""
-    killed: float = 0.7
-    """Part of the engines that are killed; the others are stopped."""
+    ends: tuple[str, ...] = ("killed", "killed", "stopped")
+    """How engines end, in any order, before they end like that again."""
     pause_s: tuple[float, float] = (0.0, 0.4)
     """Shortest and longest time between two requests of a client."""
 
@@ -60,6 +61,8 @@ class Soak:
         start: starts an engine with its tiers in the given order.
         tiers: their names.
         misfortunes: of the tiers.
+        spared: the one among them that engines are spared while they start: none starts on a folder that it cannot
+            write to, and says so.
         unfinished: the disk tier's unfinished files.
         tally: gets everything.
         watch: looks at the engine.
@@ -74,15 +77,17 @@ class Soak:
         start: Callable[[Sequence[str]], Engine],
         tiers: Sequence[str],
         misfortunes: Sequence[Misfortune],
+        spared: Misfortune | None,
         unfinished: Callable[[], list[Path]],
         tally: Tally,
         watch: Watch,
         said: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._plan, self._corpus, self._start, self._tiers = plan, corpus, start, tuple(tiers)
-        self._misfortunes, self._unfinished = misfortunes, unfinished
+        self._misfortunes, self._spared, self._unfinished = misfortunes, spared, unfinished
         self._tally, self._watch, self._said = tally, watch, said
         self._draw = random.Random(f"{plan.seed} engines")
+        self._ends: list[str] = []
         self._engine: Engine | None = None
         self._expected_end = threading.Event()
         """Set while the engine's end is our doing."""
@@ -125,14 +130,18 @@ class Soak:
         order = draw.sample(self._tiers, len(self._tiers))
         left_over = {path.name for path in self._unfinished()}
         tally.count(tally.requests, "unfinished files left by dead engines", len(left_over))
-        life_s, killed = draw.uniform(*self._plan.life_s), draw.random() < self._plan.killed
+        life_s = draw.uniform(*self._plan.life_s)
+        if not self._ends:
+            self._ends = draw.sample(self._plan.ends, len(self._plan.ends))
+        end = self._ends.pop()
         begun = time.monotonic()
-        engine = self._start(order)
-        try:
-            engine.wait_ready()
-        except EngineEndedError as error:
-            tally.violation("engine ended", str(error))
-            return
+        with self._spared.spared() if self._spared is not None else nullcontext():
+            engine = self._start(order)
+            try:
+                engine.wait_ready()
+            except EngineEndedError as error:
+                tally.violation("engine ended", str(error))
+                return
         ready = time.monotonic()
         self._expected_end.clear()
         self._engine = engine
@@ -148,13 +157,12 @@ class Soak:
         if engine.ended:
             tally.violation("engine ended", "nobody ended it")
         self._watch.end()
-        if killed:
+        if end == "killed":
             self._kill(engine)
         else:
             self._stop(engine)
         self._said(
-            f"{ready - begun:.0f} s to start, {time.monotonic() - ready:.0f} s served from {', '.join(order)}; "
-            f"{'killed' if killed else 'stopped'}"
+            f"{ready - begun:.0f} s to start, {time.monotonic() - ready:.0f} s served from {', '.join(order)}; {end}"
         )
 
     def _kill(self, engine: Engine) -> None:
@@ -162,6 +170,9 @@ class Soak:
         self._pause.set()
         engine.kill()
         self._tally.count(self._tally.faults, "engine: killed")
+        # vLLM's own: whoever is killed cannot remove it.
+        for path in self._watch.shared_memory():
+            path.unlink(missing_ok=True)
 
     def _stop(self, engine: Engine) -> None:
         """Once nobody waits for an answer; what is written behind is still under way."""
@@ -178,6 +189,8 @@ class Soak:
             notes = self._tally.notes
             notes["longest shutdown, s"] = round(max(notes.get("longest shutdown, s", 0.0), seconds), 1)
         self._tally.count(self._tally.faults, "engine: stopped")
+        if left := self._watch.shared_memory():
+            self._tally.violation("left over", f"an engine that was stopped left {', '.join(map(str, left))}")
 
     def _ask(self, number: int) -> None:
         client, draw = Client(f"{self._plan.seed} client {number}", self._corpus), random.Random(number)

@@ -20,6 +20,11 @@ CLIENT_TTL_S = 3
 """Seconds after which the master takes an owner that is silent for dead."""
 
 
+def is_lmcache(name: str) -> bool:
+    """Whether shared memory of this name is that of an LMCache server, which engines map."""
+    return name.startswith("lmcache")
+
+
 class Services:
     """A Mooncake Store with one owner, and an LMCache server."""
 

@@ -41,6 +41,18 @@ def private_bytes(pids: list[int]) -> int:
     return total
 
 
+def mapped(pids: list[int], folder: Path = SHM) -> set[Path]:
+    """The files in this folder that these processes have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):
+            for line in Path("/proc", str(pid), "maps").read_text().splitlines():
+                name = line.partition(f" {folder}/")[2]
+                if name:
+                    found.add(folder / name.removesuffix(" (deleted)"))
+    return found
+
+
 class Watch:
     """A thread that looks at the folder's size all the time, and at one engine's memory.
 
@@ -48,9 +60,19 @@ class Watch:
         tally: told of what does not hold.
         used_bytes: of the disk tier's folder.
         cap_bytes: what it may use.
+        services: whether shared memory of this name belongs to a service.
     """
 
-    def __init__(self, tally: Tally, *, used_bytes: Callable[[], int], cap_bytes: int) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        *,
+        used_bytes: Callable[[], int],
+        cap_bytes: int,
+        services: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._services = services
+        self._mapped: set[Path] = set()
         self._tally, self._used_bytes, self._cap_bytes = tally, used_bytes, cap_bytes
         self._stop = threading.Event()
         self._engine: int | None = None
@@ -65,6 +87,7 @@ class Watch:
     def begin(self, leader: int) -> None:
         """An engine serves; `leader` is the first process of its session."""
         self._since, self._settled, self._most = time.monotonic(), 0, 0
+        self._mapped = set()
         self._engine = leader
 
     def end(self) -> None:
@@ -74,6 +97,10 @@ class Watch:
         self.largest_growth = max(self.largest_growth, growth)
         if growth > MOST_GROWTH_MIB * MIB:
             self._tally.violation("memory", f"an engine grew by {growth / MIB:.0f} MiB after it had settled")
+
+    def shared_memory(self) -> list[Path]:
+        """What is there of the shared memory that the last engine had, and no service."""
+        return sorted(path for path in self._mapped if path.exists() and not self._services(path.name))
 
     def stop(self) -> None:
         self._stop.set()
@@ -88,8 +115,10 @@ class Watch:
             leader = self._engine
             if leader is None:
                 continue
-            nbytes = private_bytes(session(leader))
+            pids = session(leader)
+            nbytes, names = private_bytes(pids), mapped(pids)
             if self._engine == leader:
+                self._mapped |= names
                 if time.monotonic() - self._since < SETTLED_S:
                     self._settled = max(self._settled, nbytes)
                 self._most = max(self._most, nbytes)

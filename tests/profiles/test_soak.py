@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import os
 import random
 import threading
@@ -20,7 +21,7 @@ from profiles.soak.engine import Ask, EngineEndedError, Reply
 from profiles.soak.faults import BusyError, Fault, Misfortune
 from profiles.soak.run import Plan, Soak
 from profiles.soak.traffic import ANSWER_TOKENS, Client, Corpus, Shape, make_corpus
-from profiles.soak.watch import Watch, private_bytes, session
+from profiles.soak.watch import Watch, mapped, private_bytes, session
 
 SHAPE = Shape(beginnings=2, beginning_tokens=(3, 5), conversations=4, turns=3, turn_tokens=(2, 4))
 
@@ -256,11 +257,25 @@ def test_a_fault_that_cannot_be_done_or_mended_fails_the_run_unless_it_is_only_b
         thing.stop()
 
 
+def test_who_is_spared_meets_no_fault() -> None:
+    tally, wrong = Tally(), threading.Event()
+    thing = misfortune(tally, Fault("one", lambda _: wrong.set(), wrong.clear))
+    thing.start()
+    for _ in range(20):
+        with thing.spared():
+            before = tally.faults["one"]
+            time.sleep(0.03)
+            assert not wrong.is_set()
+            assert tally.faults["one"] == before
+        until(lambda before=before: tally.faults["one"] > before)  # type: ignore[misc]
+    thing.stop()
+
+
 class StandIn:
     """Answers at once."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.pid = os.getsid(0)
         self.ended = False
         self.killed = 0
 
@@ -329,7 +344,7 @@ def soak(
     tmp_path: Path,
     *,
     seconds: float = 0.3,
-    killed: float = 0.5,
+    ends: tuple[str, ...] = ("killed", "stopped"),
     unfinished: Callable[[], list[Path]] = list,
     used_bytes: int = 0,
 ) -> tuple[Tally, list[StandIn], list[Sequence[str]]]:
@@ -342,11 +357,12 @@ def soak(
         return lives[-1]
 
     Soak(
-        Plan(seconds=seconds, seed=1, life_s=(0.2, 0.2), killed=killed, pause_s=(0.0, 0.005)),
+        Plan(seconds=seconds, seed=1, life_s=(0.2, 0.2), ends=ends, pause_s=(0.0, 0.005)),
         corpus=CORPUS,
         start=start,
         tiers=("a", "b", "c"),
         misfortunes=(),
+        spared=None,
         unfinished=unfinished,
         tally=tally,
         watch=watch,
@@ -363,6 +379,7 @@ def test_a_run_in_which_all_is_well_breaks_nothing(tmp_path: Path) -> None:
     assert not tally.broken
     assert tally.requests["served"] > 50
     assert tally.faults["engine: killed"] + tally.faults["engine: stopped"] == len(lives) > 3
+    assert abs(tally.faults["engine: killed"] - tally.faults["engine: stopped"]) <= 1
     assert all(life.ended for life in lives)
     assert len({tuple(order) for order in orders}) > 1
     assert tally.to_json()["broken"] == {}
@@ -388,7 +405,7 @@ def test_what_must_not_happen_is_seen(
 
 
 def test_an_engine_that_does_not_shut_down_is_seen(tmp_path: Path) -> None:
-    tally, _, _ = soak(NeverStopping, tmp_path, killed=0.0)
+    tally, _, _ = soak(NeverStopping, tmp_path, ends=("stopped",))
     assert set(tally.broken) == {"shutdown"}
 
 
@@ -422,3 +439,18 @@ def test_a_sessions_processes_and_their_memory_are_found() -> None:
     assert os.getpid() in mine
     assert private_bytes([os.getpid()]) > 1 << 20
     assert private_bytes([1 << 22]) == 0
+
+
+def test_shared_memory_that_a_stopped_engine_leaves_is_seen_and_that_of_a_killed_one_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profiles.soak.watch.EVERY_S", 0.01)
+    file = tmp_path / "memory"
+    monkeypatch.setattr("profiles.soak.watch.mapped", lambda pids: mapped(pids, tmp_path))
+    file.write_bytes(bytes(4096))
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 4096):
+        tally, _, _ = soak(StandIn, tmp_path, ends=("stopped",))
+        assert set(tally.broken) == {"left over"}
+        tally, _, _ = soak(StandIn, tmp_path, ends=("killed",))
+    assert not tally.broken
+    assert not file.exists()

@@ -62,13 +62,7 @@ class FuzzRig(SteppingRig):
         while not self.idle:
             steps += 1
             assert steps < PATIENCE, f"still busy after {steps} steps: {self.statuses()}"
-            if steps % 4 == 0:
-                self.run_devices()
-            if steps % 25 == 0 and self.setup.tiers:
-                # Requests wait for tiers by the clock.
-                self.seconds += 1.0
-            if steps % 50 == 0 and any(mailbox.lost for mailbox in self.mailboxes):
-                self.jump(OVERDUE_S)
+            self._pass_time(steps)
             if self.scheduler.has_requests():
                 self.step()
             else:
@@ -90,6 +84,25 @@ class FuzzRig(SteppingRig):
             self._book()
         self.run_devices()
         self._check_idle()
+
+    def _pass_time(self, steps: int) -> None:
+        """Ranks catch up now and then, and seconds pass for those who wait by the clock."""
+        if steps % 4 == 0:
+            self.run_devices()
+        if steps % 25 == 0 and self.setup.tiers:
+            self.seconds += 1.0
+        if steps % 50 == 0 and any(mailbox.lost for mailbox in self.mailboxes):
+            self.jump(OVERDUE_S)
+        if steps % 100 == 0:
+            self._drop_reservations()
+
+    def _drop_reservations(self) -> None:
+        """vLLM keeps the blocks reserved that a request needed whose load has failed and which is to be computed anew,
+        though it has given all of them back; others that want to load may wait for these for ever."""
+        for request in list(self.scheduler._inflight_prefills):
+            waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if waits and not request.num_computed_tokens:
+                self.scheduler._inflight_prefills.discard(request)
 
     def statuses(self) -> list[str]:
         """Of all requests that the engine knows."""

@@ -17,6 +17,9 @@ from layerstream.tiers.mooncake_store import MooncakeStore
 from tests.rigs.mooncake_service import MooncakeService
 from tests.rigs.tier_items import Room, empty_item, fill, intact, make_batch, make_chain, make_format, make_site
 
+PAGE_BYTES = 320 << 10
+"""In one piece, large enough to be moved in sessions; in more, small enough for bulk calls."""
+
 
 class Engine:
     """One rank of an engine, or its only one.
@@ -33,7 +36,7 @@ class Engine:
         self,
         service: MooncakeService,
         *,
-        page_bytes: Sequence[int] = (64 << 10,) * 16,
+        page_bytes: Sequence[int] = (PAGE_BYTES,) * 4,
         blocks: int = 1,
         room_mib: int = 256,
         **options: Any,

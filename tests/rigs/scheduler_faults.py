@@ -9,10 +9,14 @@ import pytest
 
 from layerstream.coordinator import Coordinator
 from layerstream.engine import StreamEngine
+from layerstream.fetches import Fetch
 from layerstream.flights import Flight, Flights
 from layerstream.hooks.vllm.scheduler import BlockPoolHolds
 from layerstream.index import Chunk, PrefixIndex
 from layerstream.jobs import JobKind, Report
+from layerstream.lookups import Ticket
+from layerstream.tier_flights import TierFlights
+from layerstream.tiering import Tiering
 from tests.rigs.faults import at_once, early_report
 
 Plant = Callable[[pytest.MonkeyPatch], object]
@@ -55,8 +59,10 @@ def last_block_hits(patch: pytest.MonkeyPatch) -> None:
     """Law 3: the block of the last prompt token is offered too."""
     match = Coordinator.match
 
-    def generous(half: Coordinator, name: str, hashes: Sequence[bytes], tokens: int, local: int) -> int | None:
-        return match(half, name, hashes, tokens + 1, local)
+    def generous(
+        half: Coordinator, name: str, hashes: Sequence[bytes], tokens: int, local: int, **more: Any
+    ) -> int | None:
+        return match(half, name, hashes, tokens + 1, local, **more)
 
     patch.setattr(Coordinator, "match", generous)
 
@@ -185,7 +191,61 @@ def pages_are_one_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixIndex, "runs", shifted)
 
 
+def any_ranks_objects_count(patch: pytest.MonkeyPatch) -> None:
+    """Law 2: an object is a hit once any rank has moved it."""
+    make = TierFlights.__init__
+
+    def init(flights: TierFlights, **arguments: Any) -> None:
+        make(flights, **{**arguments, "world_size": 1})
+
+    patch.setattr(TierFlights, "__init__", init)
+
+
+def overdue_fetches_are_over(patch: pytest.MonkeyPatch) -> None:
+    """Law 4: slots that a rank may still fill from a tier are handed on once it is late."""
+    expire = TierFlights.expire
+
+    def hand_on(flights: TierFlights) -> None:
+        expire(flights)
+        for flight in list(flights._flights.values()):
+            if flight.overdue:
+                flights._end(flight, 0)
+
+    patch.setattr(TierFlights, "expire", hand_on)
+
+
+def tickets_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """What a lookup gave out goes back only if something was read with it."""
+    give = Ticket.give
+
+    def keep(ticket: Ticket, times: int = 1) -> None:
+        text, ticket.text = ticket.text, ""
+        give(ticket, times)
+        ticket.text = text
+
+    patch.setattr(Ticket, "give", keep)
+
+
+def tiers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
+    """What was saved before a reset is fetched after it."""
+    patch.setattr(Tiering, "stop", lambda _: None)
+
+
+def fetches_count_early(patch: pytest.MonkeyPatch) -> None:
+    """Law 3: what is fetched counts as a hit while it is still being moved."""
+    fly = Fetch._fly
+
+    def early(fetch: Fetch, tier: Any, ticket: str, run: Any, spans: Any, blocks: int, skip: int) -> None:
+        fly(fetch, tier, ticket, run, spans, blocks, skip)
+        for span in (span for its in spans for span in its):
+            span.chunk.landed = {**(span.chunk.landed or {}), span.lo: span.hi}
+            fetch._books.index._advance(span.chunk)
+
+    patch.setattr(Fetch, "_fly", early)
+
+
 PARKED = {"load_mode": "parked"}
+TIERS = {"tiers": 1, "slots": 4, "tier_objects": None, "admission": "all"}
 FAULTS: dict[str, Fault] = {
     "dropped pin": Fault(no_pins),
     "dropped hold": Fault(no_holds, {**PARKED, "recompute": False}, unlucky=True),
@@ -201,4 +261,9 @@ FAULTS: dict[str, Fault] = {
     "reset keeps what is in flight": Fault(a_reset_waits_for_nobody),
     "failures are ignored": Fault(failures_are_ignored, PARKED, unlucky=True),
     "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
+    "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, "ranks": 2}),
+    "early fetch": Fault(fetches_count_early, TIERS),
+    "overdue fetch is over": Fault(overdue_fetches_are_over, TIERS, unlucky=True),
+    "ticket kept": Fault(tickets_are_kept, TIERS),
+    "tiers outlive a reset": Fault(tiers_outlive_a_reset, TIERS),
 }

@@ -11,6 +11,7 @@ from layerstream.errors import TierError
 from layerstream.jobs import TierObject
 from layerstream.tiers import disk_index
 from layerstream.tiers.disk_index import EARLIER_PER_BLOCK_NS, PIN_S
+from layerstream.tiers.disk_unfinished import create_unfinished
 from tests.rigs.tier_items import make_chain
 from tests.tiers.disk_engine import SECOND, DiskEngine
 
@@ -361,3 +362,20 @@ def test_another_namespace_finds_nothing_and_harms_nothing(tmp_path: Path) -> No
     assert second.present(make_chain(2, namespace=b"\2" * 32)) == (False, False)
     assert second.read(chain) == [False, False]
     assert first.read(chain) == [True, True]
+
+
+def test_left_overs_go_at_the_first_question_even_if_there_is_no_time_to_list_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_index, "LIST_S", -1.0)
+    engine = DiskEngine(tmp_path / "kv")
+    folder = tmp_path / "kv" / "v1" / "ab"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f".{'ab' * 32}.{number}.{'0' * 16}.tmp").touch()
+    (folder / "other.tmp").touch()
+    opened = os.open(folder, os.O_RDONLY)
+    with create_unfinished(opened, "ab" * 32, 2) as (living, _):
+        assert engine.index.usage() is None
+        assert {path.name for path in folder.iterdir()} == {"other.tmp", living}
+    os.close(opened)

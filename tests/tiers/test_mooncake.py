@@ -14,7 +14,7 @@ from layerstream.tiers.mooncake import MooncakeTier
 from layerstream.tiers.mooncake_ranges import portions
 from layerstream.tiers.mooncake_writes import Room as Space
 from layerstream.tiers.registry import parse_tiers
-from tests.rigs.mooncake_engine import Engine, foreign_writer
+from tests.rigs.mooncake_engine import PAGE_BYTES, Engine, foreign_writer
 from tests.rigs.mooncake_service import MooncakeService, mooncake_service, until
 from tests.rigs.tier_items import Room, empty_item, fill, intact, make_batch, make_chain, make_format, make_site
 
@@ -40,7 +40,7 @@ def owning(service: MooncakeService) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def short(service: MooncakeService) -> Iterator[Engine]:
     """Its objects have half as many layers as those of the others."""
-    with Engine(service, page_bytes=(64 << 10,) * 8) as engine:
+    with Engine(service, page_bytes=(PAGE_BYTES,) * 2) as engine:
         yield engine
 
 
@@ -58,6 +58,28 @@ def test_what_is_written_is_found_and_read(engine: Engine, pieces: int) -> None:
     batch = engine.empty(chain, pieces=2)
     assert engine.store.read(batch) == 4
     assert engine.intact(batch.items)
+
+
+@pytest.mark.parametrize(("kind", "pieces", "sessions"), [("remote", 1, 2), ("remote", 2, 0), ("owning", 1, 0)])
+def test_small_pieces_and_own_memory_go_in_bulk(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, sessions: int
+) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    client, starts = engine.store._client, []
+
+    def counting(start: Any) -> Any:
+        def starting(*arguments: Any) -> Any:
+            starts.append(start)
+            return start(*arguments)
+
+        return starting
+
+    for way in ("start_put", "start_get"):
+        monkeypatch.setattr(client, way, counting(getattr(client, way)))
+    chain = engine.chain(1, prompt=("kinds of pieces", kind, pieces))
+    assert engine.store.write(engine.full(chain, pieces=pieces)) == 1
+    assert engine.store.read(engine.empty(chain, pieces=pieces)) == 1
+    assert len(starts) == sessions
 
 
 def test_both_ways_of_writing_make_the_same_objects(remote: Engine, owning: Engine) -> None:
@@ -156,7 +178,7 @@ def test_memory_that_is_not_registered_is_refused(remote: Engine) -> None:
     elsewhere = Room(4 << 20)
     items = [fill(remote.form, empty_item(remote.form, chain[0], elsewhere))]
     for move in (remote.store.write, remote.store.read):
-        with pytest.raises(TierError, match="outside the memory that was registered"):
+        with pytest.raises(TierError, match="outside the registered memory"):
             move(make_batch(items))
     assert remote.index.find(chain).present == (False,)
 
@@ -220,6 +242,8 @@ def test_portions_are_an_objects_pieces_in_order_and_within_limits(monkeypatch: 
     assert cut[0].sizes == [form.header_bytes]
     assert all(part.nbytes <= 10_000 and len(part.sizes) <= most for part in cut[1:])
     assert len(cut) == {1: 501, 7: 73, 1000: 43}[most]
+    monkeypatch.setattr(mooncake_ranges, "RANGE_BYTES", 1 << 30)
+    assert [len(part.sizes) for part in portions(whole, 1000)] == [1, 500]
 
 
 def test_writes_pause_longer_each_time_the_store_stays_full() -> None:

@@ -18,7 +18,7 @@ import pytest
 from layerstream.errors import ObjectError, TierError
 from layerstream.jobs import TierObject
 from layerstream.tiers import mooncake_ranges
-from tests.rigs.mooncake_engine import Engine, foreign_writer
+from tests.rigs.mooncake_engine import PAGE_BYTES, Engine, foreign_writer
 from tests.rigs.mooncake_service import TIMEOUT_S, MooncakeService, mooncake_service, until
 
 PATIENCE_S = 30.0
@@ -72,16 +72,16 @@ def before_range(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, way: str, number: int, do: Callable[[], None]
 ) -> None:
     """`do` happens before the range with this number is moved, or before each if it is negative. Each object is moved
-    in five: its header, and four of 256 KiB."""
-    monkeypatch.setattr(mooncake_ranges, "RANGE_BYTES", 256 << 10)
+    in five: its header and its layers."""
+    monkeypatch.setattr(mooncake_ranges, "RANGE_BYTES", PAGE_BYTES)
     client = engine.store._client
     move, moved = getattr(client, way), [0]
 
-    def moving(*arguments: Any) -> int:
+    def moving(*arguments: Any) -> Any:
         if number < 0 or moved[0] == number:
             do()
         moved[0] += 1
-        return int(move(*arguments))
+        return move(*arguments)
 
     monkeypatch.setattr(client, way, moving)
 
@@ -277,13 +277,14 @@ def test_an_owner_killed_while_it_is_read_fails_the_read_and_its_objects_vanish(
 
 
 @pytest.mark.slow
-def test_an_owner_killed_during_a_bulk_read_fails_the_read(service: MooncakeService) -> None:
+@pytest.mark.parametrize("segment_gib", [0.0, 0.0625])
+def test_an_owner_killed_during_a_bulk_read_fails_the_read(service: MooncakeService, segment_gib: float) -> None:
     pages = (1 << 20,) * 16
     with Engine(service, page_bytes=pages) as writer:
         chain = writer.chain(4)
         assert writer.store.write(writer.full(chain)) == 4
-    with Engine(service, page_bytes=pages, segment_gib=0.0625) as engine:
-        batch = engine.empty(chain)
+    with Engine(service, page_bytes=pages, segment_gib=segment_gib) as engine:
+        batch = engine.empty(chain, pieces=8)
 
         def read_on() -> None:
             while True:
@@ -310,39 +311,39 @@ def test_writes_after_an_owners_death_fail_then_are_refused_then_go_to_another_o
         assert engine.store.read(batch) == 1 and engine.intact(batch.items)
 
 
-@pytest.mark.parametrize("segment_gib", [0.0, pytest.param(0.0625, marks=pytest.mark.slow)])
-def test_a_read_that_a_hanging_owner_fails_does_not_land_later(service: MooncakeService, segment_gib: float) -> None:
-    with Engine(service) as writer:
-        chain = writer.chain(2)
-        assert writer.store.write(writer.full(chain)) == 2
-        with Engine(service, segment_gib=segment_gib) as engine:
-            batch = engine.empty(chain, pieces=4)
-            assert engine.store.read(batch) == 2
-            service.owner.hang()
-            try:
-                with soon(), pytest.raises(TierError, match="-800 TRANSFER_FAIL"):
-                    engine.store.read(batch)
-                for item in batch.items:
-                    for piece in item.buffers:
-                        piece[:] = 7
-            finally:
-                service.owner.go_on()
-        eventually(lambda: writer.store.write(writer.full(writer.chain(1, prompt="alive"))) == 1)
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_read_that_a_hanging_owner_fails_does_not_land_later(service: MooncakeService, pieces: int) -> None:
+    with Engine(service) as engine:
+        chain = engine.chain(2)
+        assert engine.store.write(engine.full(chain)) == 2
+        batch = engine.empty(chain, pieces=pieces)
+        assert engine.store.read(batch) == 2
+        service.owner.hang()
+        try:
+            with soon(), pytest.raises(TierError, match="-800 TRANSFER_FAIL"):
+                engine.store.read(batch)
+            for item in batch.items:
+                for piece in item.buffers:
+                    piece[:] = 7
+        finally:
+            service.owner.go_on()
+        eventually(lambda: engine.store.write(engine.full(engine.chain(1, prompt="alive"))) == 1)
         time.sleep(0.5)
         assert all((piece == 7).all() for item in batch.items for piece in item.buffers)
 
 
+@pytest.mark.parametrize(("pieces", "way", "number"), [(1, "put_range", 2), (4, "put_whole", 0)])
 def test_a_write_that_a_hanging_owner_fails_reads_its_buffers_no_more(
-    service: MooncakeService, monkeypatch: pytest.MonkeyPatch
+    service: MooncakeService, monkeypatch: pytest.MonkeyPatch, pieces: int, way: str, number: int
 ) -> None:
     with Engine(service) as engine:
         mark, chain = engine.chain(1, prompt="mark"), engine.chain(2)
         assert engine.store.write(engine.full(mark)) == 1
         start, stop = _surroundings(engine, mark[0])
-        batch = engine.full(chain)
+        batch = engine.full(chain, pieces=pieces)
         after = np.frombuffer(b"written after the write had failed".ljust(64, b"."), dtype=np.uint8)
         with monkeypatch.context() as patch:
-            before_range(engine, patch, "put_range", 2, service.owner.hang)
+            before_range(engine, patch, way, number, service.owner.hang)
             try:
                 with soon(), pytest.raises(TierError, match="-800 TRANSFER_FAIL"):
                     engine.store.write(batch)
@@ -351,12 +352,12 @@ def test_a_write_that_a_hanging_owner_fails_reads_its_buffers_no_more(
                         piece[:] = np.tile(after, len(piece) // 64)
             finally:
                 service.owner.go_on()
-        eventually(lambda: engine.index.find(mark).present == (False,))
+        eventually(lambda: engine.store.read(engine.empty(mark)) >= 0)
         time.sleep(0.5)
         with Path(f"/proc/{service.owner.pid}/mem").open("rb") as memory:
             memory.seek(start)
             found = memory.read(stop - start)
-        assert b'"key":"' + chain[0].key.hex().encode() in found
+        assert (b'"key":"' + (mark if number == 0 else chain)[0].key.hex().encode()) in found
         assert after.tobytes() not in found
         assert engine.index.find(chain).present == (False, False)
 

@@ -21,6 +21,7 @@ class Client:
         self.starts: list[list[str]] = []
         self.whole: list[str] = []
         self.sizes: dict[str, int] = {}
+        self.expired = 0
 
     def start_get(self, keys: list[str]) -> list[int]:
         assert not self.granted, "a session is open"
@@ -32,6 +33,7 @@ class Client:
     def get_range(self, key: str, pointers: list[int], sizes: list[int], _: list[int]) -> int:
         self.now += self.range_s
         if self.now - self.granted[key] >= self.lease_s:
+            self.expired += 1
             return -707
         self.moved.append((key, pointers[0]))
         return sum(sizes)
@@ -74,13 +76,14 @@ def test_one_session_serves_a_batch_that_fits_its_lease() -> None:
 def test_a_session_is_started_again_before_its_lease_runs_out(lease_s: float) -> None:
     client = Client(lease_s=lease_s)
     assert read(client, "abc") == 3
-    assert client.moved == all_parts("abc") and len(client.starts) > 2
+    assert client.moved == all_parts("abc") and len(client.starts) > 2 and not client.expired
 
 
 def test_a_lease_that_ran_out_is_started_again_where_reading_was() -> None:
     client = Client(lease_s=3.0)
     assert read(client, "abc", lease_s=100.0) == 3
     assert client.moved == all_parts("abc") and client.starts[1] == ["a", "b", "c"] and client.starts[2] == ["b", "c"]
+    assert client.expired
 
 
 def test_leases_that_never_last_for_one_range_are_given_up() -> None:
