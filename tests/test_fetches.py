@@ -310,6 +310,8 @@ def test_a_tenant_gets_no_more_than_its_share() -> None:
         found = rig.coordinator.match("a", PROMPT, 10_000, 0, tenant="t")
         rig.turn()
     assert found == 4 * K * 16
+    assert rig.coordinator._index is not None
+    assert {chunk.tenant for chunk in rig.coordinator._index._heads.values()} == {"t"}
 
 
 def test_a_tier_that_falls_ill_sends_nothing_more() -> None:

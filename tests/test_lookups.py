@@ -109,6 +109,15 @@ def test_what_is_beyond_the_limit_is_not_asked_for() -> None:
     assert (list(asked), tails, tier.count("find")) == (WHOLE, (), 1)
 
 
+@pytest.mark.parametrize(("limit", "objects"), [(9, 3), (8, 2), (5, 2), (4, 1)])
+def test_objects_are_asked_for_up_to_the_one_that_holds_the_last_block_of_use(limit: int, objects: int) -> None:
+    tier = keeping(*WHOLE)
+    lookup = look_up(tier, prompt=PROMPT[:12], limit=limit)
+    assert lookup.advance()
+    assert tier.calls[0] == ("find", (tuple(WHOLE[:objects]), ()))
+    assert found(lookup) == [(4 * place, 4, 0) for place in range(objects)]
+
+
 def test_a_prompt_shorter_than_a_chunk_asks_for_tails_alone() -> None:
     first = GRID.object(PROMPT, 0, 2, parent=b"")
     tier = keeping(first)

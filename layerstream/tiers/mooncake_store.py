@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from layerstream.errors import TierError
@@ -24,6 +25,9 @@ SMALL_PIECE_BYTES = 256 << 10
 """Pieces up to this size on average are moved by bulk calls, which use a peer's connections side by side; the library
 moves the ranges of a session one after another. Over TCP on one machine, bulk calls were faster with pieces of 128 KiB,
 and sessions with pieces of 512 KiB (0.3.13.post1)."""
+BULK_PIECES = 256
+"""Most pieces in a bulk call, unless it is for a single object in this process's own memory: pieces that wait for a
+connection fail together after the time limit (MC_TCP_ADMISSION_TIMEOUT_MS), though others still make progress."""
 
 
 class MooncakeStore(TierStore):
@@ -60,18 +64,18 @@ class MooncakeStore(TierStore):
     def read(self, batch: Batch) -> int:
         names, wholes = self._located(batch)
         with self._keys.held(names):
-            if self._in_bulk(wholes):
-                return read_whole(self._client, names, wholes)
-            return self._reader.read(names, wholes)
+            if not self._in_bulk(wholes):
+                return self._reader.read(names, wholes)
+            return self._run_by_run(names, wholes, partial(read_whole, self._client))
 
     def write(self, batch: Batch) -> int:
         names, wholes = self._located(batch)
         if not self._room.open:
             return 0
         with self._keys.held(names):
-            if self._in_bulk(wholes):
-                return write_whole(self._client, self._room, names, wholes)
-            return self._writer.write(names, wholes)
+            if not self._in_bulk(wholes):
+                return self._writer.write(names, wholes)
+            return self._run_by_run(names, wholes, partial(write_whole, self._client, self._room))
 
     def remove(self, batch: Batch) -> None:
         names = [object_name(item.object, self._rank) for item in batch.items]
@@ -82,9 +86,26 @@ class MooncakeStore(TierStore):
         self._client.close()
 
     def _in_bulk(self, wholes: Sequence[Range]) -> bool:
-        # Nothing to move counts as sessions: those make no call for it.
-        nbytes, pieces = sum(whole.nbytes for whole in wholes), sum(len(whole.sizes) for whole in wholes)
-        return nbytes > 0 and (self._own_memory or nbytes <= SMALL_PIECE_BYTES * pieces)
+        pieces = [len(whole.sizes) for whole in wholes]
+        small = sum(whole.nbytes for whole in wholes) <= SMALL_PIECE_BYTES * sum(pieces)
+        return self._own_memory or (small and max(pieces, default=0) <= BULK_PIECES)
+
+    @staticmethod
+    def _run_by_run(
+        names: Sequence[str], wholes: Sequence[Range], move: Callable[[Sequence[str], Sequence[Range]], int]
+    ) -> int:
+        """Call `move` with some objects at a time, while it moves all of them: how many it moved."""
+        done = 0
+        while done < len(names):
+            stop, pieces = done + 1, len(wholes[done].sizes)
+            while stop < len(names) and pieces + len(wholes[stop].sizes) <= BULK_PIECES:
+                pieces += len(wholes[stop].sizes)
+                stop += 1
+            moved = move(names[done:stop], wholes[done:stop])
+            done += moved
+            if done < stop:
+                break
+        return done
 
     def _located(self, batch: Batch) -> tuple[list[str], list[Range]]:
         names = [object_name(item.object, self._rank) for item in batch.items]

@@ -163,6 +163,7 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
     watch.stop()
     tally.notes |= {
         "largest growth of an engine, MiB": round(watch.largest_growth / MIB),
+        "memory of each engine every 10 s, MiB": watch.memory_mib,
         "largest folder, MiB": round(watch.largest_folder / MIB, 1),
         "disk tier on a filesystem of its own": disk.mounted,
     }

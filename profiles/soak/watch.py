@@ -15,6 +15,7 @@ SETTLED_S = 25.0
 """Seconds after its start in which an engine's memory may still grow as it likes: buffers are made at first use."""
 MOST_GROWTH_MIB = 256
 """Memory that an engine may take on afterwards."""
+SAMPLE_S = 10.0
 SHM = Path("/dev/shm")
 MIB = 1 << 20
 
@@ -80,6 +81,9 @@ class Watch:
         self._settled = self._most = 0
         self.largest_growth = 0
         """Bytes, of any engine."""
+        self.memory_mib: list[list[int]] = []
+        """Of each engine, every `SAMPLE_S`."""
+        self._sample_at = 0.0
         self.largest_folder = 0
         self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
         self._thread.start()
@@ -87,7 +91,8 @@ class Watch:
     def begin(self, leader: int) -> None:
         """An engine serves; `leader` is the first process of its session."""
         self._since, self._settled, self._most = time.monotonic(), 0, 0
-        self._mapped = set()
+        self._mapped, self._sample_at = set(), 0.0
+        self.memory_mib.append([])
         self._engine = leader
 
     def end(self) -> None:
@@ -119,6 +124,9 @@ class Watch:
             nbytes, names = private_bytes(pids), mapped(pids)
             if self._engine == leader:
                 self._mapped |= names
+                if (now := time.monotonic()) >= self._sample_at:
+                    self._sample_at = now + SAMPLE_S
+                    self.memory_mib[-1].append(nbytes // MIB)
                 if time.monotonic() - self._since < SETTLED_S:
                     self._settled = max(self._settled, nbytes)
                 self._most = max(self._most, nbytes)

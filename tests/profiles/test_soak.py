@@ -432,6 +432,7 @@ def test_an_engine_whose_memory_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -
     watch.stop()
     assert set(tally.broken) == {"memory"}
     assert watch.largest_growth == 300 << 20
+    assert watch.memory_mib == [[100]]
 
 
 def test_a_sessions_processes_and_their_memory_are_found() -> None:

@@ -60,7 +60,10 @@ def test_what_is_written_is_found_and_read(engine: Engine, pieces: int) -> None:
     assert engine.intact(batch.items)
 
 
-@pytest.mark.parametrize(("kind", "pieces", "sessions"), [("remote", 1, 2), ("remote", 2, 0), ("owning", 1, 0)])
+@pytest.mark.parametrize(
+    ("kind", "pieces", "sessions"),
+    [("remote", 1, 2), ("remote", 2, 0), ("remote", 63, 0), ("remote", 64, 2), ("owning", 1, 0), ("owning", 64, 0)],
+)
 def test_small_pieces_and_own_memory_go_in_bulk(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, sessions: int
 ) -> None:
@@ -80,6 +83,30 @@ def test_small_pieces_and_own_memory_go_in_bulk(
     assert engine.store.write(engine.full(chain, pieces=pieces)) == 1
     assert engine.store.read(engine.empty(chain, pieces=pieces)) == 1
     assert len(starts) == sessions
+
+
+@pytest.mark.parametrize("pieces", [1, 20, 64])
+def test_bulk_calls_are_for_whole_objects_of_few_pieces(
+    owning: Engine, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    client, calls = owning.store._client, []
+
+    def recording(move: Any) -> Any:
+        def moving(names: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> Any:
+            calls.append(len(names))
+            return move(names, pointers, sizes)
+
+        return moving
+
+    for way in ("put_whole", "get_whole"):
+        monkeypatch.setattr(client, way, recording(getattr(client, way)))
+    chain = owning.chain(8, prompt=("bulk calls", pieces))
+    assert owning.store.write(owning.full(chain[:6], pieces=pieces)) == 6
+    assert calls == {1: [6], 20: [3, 3], 64: [1] * 6}[pieces]
+    calls.clear()
+    batch = owning.empty(chain, pieces=pieces)
+    assert owning.store.read(batch) == 6 and owning.intact(batch.items[:6])
+    assert calls == {1: [8], 20: [3, 3, 2], 64: [1] * 7}[pieces]
 
 
 def test_both_ways_of_writing_make_the_same_objects(remote: Engine, owning: Engine) -> None:
