@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 FALLS_PER_S = 10.0
 """Requests let go in a second, as long as `LONGEST_HOLD_S` allows it."""
-LONGEST_HOLD_S = 3.0
+LONGEST_HOLD_S = 20.0
 """No request is held back longer than this."""
 
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from layerstream.errors import PoolError
-from layerstream.first_touch import FirstTouch
+from layerstream.first_touch import FirstTouch, give_back
 from layerstream.registrations import PIN_BYTES, Pinner, Registrations
 from layerstream.segment_layout import SegmentLayout
 
@@ -243,7 +243,9 @@ class HostPool:
         assert registrations is not None
         self._touch.stop()
         del self._spans[registrations.segments :]
-        del self._segments[registrations.segments :]
+        for segment in self._segments[registrations.segments :]:
+            # The addresses stay ours: tiers may have been told of them.
+            give_back(segment.numpy())
         logger.warning(
             "Cannot pin more of the host pool (%s): %.2f GiB are used instead of %.2f GiB, and the rest is given back. "
             "Lower host_gib or give the container IPC_LOCK.",

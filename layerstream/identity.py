@@ -60,6 +60,8 @@ class Namespace:
     """Method the engine applies to the weights, also while loading."""
     model_config: str
     """`canonical_digest` of the model's configuration after overrides: rope, head sizes, windows."""
+    processor: str
+    """Digest of how images and sounds become what the model sees, beside the model's configuration."""
     dtype: str
     kv_cache_dtype: str
     kv_scales: str | None
@@ -147,7 +149,8 @@ def fingerprint_weights(folder: Path) -> str | None:
         ConfigError: a file is not valid safetensors, or an index names a file that is missing.
         OSError: a file cannot be read.
     """
-    shards = sorted(path for path in folder.glob("*.safetensors") if not path.is_dir())
+    # Encoders may have folders of their own.
+    shards = sorted(path for path in folder.rglob("*.safetensors") if not path.is_dir())
     if not shards:
         return None
     digest = _blake(b"ls.weights")
@@ -155,7 +158,7 @@ def fingerprint_weights(folder: Path) -> str | None:
     for index in sorted(folder.glob("*.safetensors.index.json")):
         _feed(digest, index.name.encode(), msgspec.json.encode(_indexed(index, {shard.name for shard in shards})))
     for shard in shards:
-        _feed(digest, shard.name.encode())
+        _feed(digest, shard.relative_to(folder).as_posix().encode())
         with shard.open("rb") as file:
             header, data_start, spans = _read_header(shard, file)
             _feed(digest, header)

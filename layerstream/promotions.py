@@ -57,7 +57,8 @@ class _Wanted:
     """Whether it may get less than a tier has, because the tier failed or took too long."""
     settled: bool = False
     """Whether nothing more is done for it."""
-    held_until: float = 0.0
+    falls: bool = False
+    """Whether its requests are to be let go one after the other."""
 
     @property
     def key(self) -> bytes:
@@ -96,6 +97,8 @@ class Promotions:
         self._clock = clock
         self._falls = Falls(clock)
         self._requests: dict[str, _Wanted] = {}
+        self._turns: dict[str, float] = {}
+        """Request that a tier's failure turned into a miss -> when it is let go."""
         self._prefixes: dict[bytes, _Wanted] = {}
         """Hash of the last block of use -> prefix that one more request may join."""
         self._served: dict[_Wanted, None] = {}
@@ -128,6 +131,10 @@ class Promotions:
             return False
         coming = self._fetches.coming(hashes, found)
         wanted = self._requests.get(request_id)
+        if wanted is not None and wanted.key != hashes[limit - 1]:
+            # A streaming session went on with another prefix.
+            self.let_go(request_id)
+            wanted = None
         if wanted is None:
             if not coming and not self._well():
                 return False
@@ -141,10 +148,15 @@ class Promotions:
             self._advance(wanted)
         elif not wanted.settled and not coming:
             self._serve(wanted, now)
-        return not wanted.settled or now < wanted.held_until or self._fetches.coming(hashes, found)
+        if not wanted.settled or self._fetches.coming(hashes, found):
+            return True
+        if wanted.falls and request_id not in self._turns:
+            self._turns[request_id] = self._falls.turn()
+        return now < self._turns.get(request_id, now)
 
     def let_go(self, request_id: str) -> None:
         """The request, known or not, was admitted with pins of its own on what it loads; or it is gone."""
+        self._turns.pop(request_id, None)
         wanted = self._requests.pop(request_id, None)
         if wanted is not None:
             wanted.requests -= 1
@@ -236,7 +248,7 @@ class Promotions:
         now = self._clock()
         if wanted.fell and self._index.match(wanted.hashes, wanted.limit) < wanted.limit:
             self.fell_requests += wanted.requests
-            wanted.held_until = self._falls.turn()
+            wanted.falls = True
         self._leases.append((now + LEASE_S, wanted))
 
     def _give_up(self, wanted: _Wanted) -> None:

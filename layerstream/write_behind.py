@@ -186,6 +186,7 @@ class WriteBehind:
         follows = last is not None and last.hashes is hashes and last.objects[-1].key == one.parent
         if last is not None and follows and len(last.objects) < JOB_OBJECTS:
             last.objects.append(one)
+            last.whole = whole
         else:
             self._queue.append(_Entry(hashes=hashes, whole=whole, objects=[one]))
 

@@ -169,3 +169,10 @@ def test_the_systems_own_refusal_is_an_error() -> None:
     unmapped = np.ctypeslib.as_array((ctypes.c_uint8 * PAGE_BYTES).from_address(PAGE_BYTES))
     with pytest.raises(OSError, match="memory"):
         populate(unmapped, in_use=False)
+
+
+def test_pages_that_are_given_back_read_as_zeros() -> None:
+    region = np.frombuffer(mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    region[:] = 7
+    first_touch.give_back(region[4 << 20 :])
+    assert region[: 4 << 20].min() == 7 and region[4 << 20 :].max() == 0

@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "load_format": "auto",
     "quantization": None,
     "model_config": canonical_digest({"rope_theta": 10000.0, "head_dim": 128}),
+    "processor": "e5f6",
     "dtype": "bfloat16",
     "kv_cache_dtype": "auto",
     "kv_scales": None,
@@ -286,6 +287,15 @@ def test_fingerprint_sees_the_name_of_a_shard(folder: Path) -> None:
     shard = folder / "model-00001-of-00002.safetensors"
     shard.rename(folder / "model-00001-of-00003.safetensors")
     assert fingerprint_weights(folder) != before
+
+
+def test_fingerprint_sees_weights_in_folders_inside(folder: Path) -> None:
+    before = fingerprint_weights(folder)
+    (folder / "encoder").mkdir()
+    write_shard(folder / "encoder" / "model.safetensors", {"w": ([4], b"abcd")})
+    with_encoder = fingerprint_weights(folder)
+    write_shard(folder / "encoder" / "model.safetensors", {"w": ([4], b"abce")})
+    assert len({before, with_encoder, fingerprint_weights(folder)}) == 3
 
 
 def test_fingerprint_ignores_the_order_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from vllm.config import get_layers_from_vllm_config
@@ -78,13 +79,14 @@ def namespace_of(
         weights=weights,
         load_format=str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)),
         quantization=model.quantization,
-        model_config=canonical_digest(model.hf_config.to_json_string(use_diff=False)),
+        model_config=canonical_digest(_without_origin(json.loads(model.hf_config.to_json_string(use_diff=False)))),
+        processor=_processor(folder, getattr(model.multimodal_config, "mm_processor_kwargs", None)),
         dtype=str(model.dtype),
         kv_cache_dtype=str(cache.cache_dtype),
         kv_scales="checkpoint" if quantized else None,
         layout=str(kv_cache_config.kv_cache_layout),
         attention_backend=",".join(sorted({rank.attention_backend for rank in ordered})),
-        isa=ordered[0].isa,
+        isa=",".join(sorted({rank.isa for rank in ordered if rank.isa})) or None,
         block_tokens=spec.block_size,
         hash_block_tokens=kv_cache_config.hash_block_size or spec.block_size,
         hash_algorithm=algorithm,
@@ -96,6 +98,23 @@ def namespace_of(
         user=user,
         epoch=epoch,
     )
+
+
+def _without_origin(config: Any) -> Any:
+    """A model's configuration without what says where it came from, which changes no byte."""
+    if isinstance(config, dict):
+        return {
+            key: _without_origin(value)
+            for key, value in config.items()
+            if key not in {"_name_or_path", "transformers_version"}
+        }
+    return config
+
+
+def _processor(folder: Path | None, arguments: Mapping[str, Any] | None) -> str:
+    """Digest of how images and sounds become what the model sees."""
+    files = [] if folder is None else sorted(folder.glob("*processor_config.json"))
+    return canonical_digest([[file.name, file.read_text(errors="replace")] for file in files] + [repr(arguments)])
 
 
 def _weights_folder(vllm_config: VllmConfig) -> Path | None:
@@ -112,7 +131,7 @@ def _weights_folder(vllm_config: VllmConfig) -> Path | None:
             str(model.model),
             revision=model.revision,
             cache_dir=vllm_config.load_config.download_dir,
-            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
+            allow_patterns=["*.safetensors", "*.safetensors.index.json", "*processor_config.json"],
             local_files_only=True,
         )
     except (OSError, ValueError):

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from layerstream.coordinator import Coordinator
 from layerstream.errors import ConfigError, GeometryError
+from layerstream.hooks.vllm.block_hashes import BlockHashes
 from layerstream.hooks.vllm.compat import cache_group, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
@@ -68,6 +69,7 @@ class SchedulerHalf:
         self._holds = BlockPoolHolds()
         self._requests: dict[str, Request] = {}
         self._asked: dict[str, int] = {}
+        self._hashes = BlockHashes()
         self._moved = TransferStats()
         self._tier_traffic: dict[int, TierTraffic] = {}
         self._logged_at = time.monotonic()
@@ -164,7 +166,8 @@ class SchedulerHalf:
         clients: list[TierClient] = []
         try:
             for spec in self._tiers:
-                clients.append(TierClient(spec, spec.tier.open_index(site), place=len(clients)))
+                index = spec.tier.open_index(site)
+                clients.append(TierClient(spec, index, place=len(clients), lookup_deadline_s=spec.lookup_ms / 1000))
         except ConfigError as error:
             for client in clients:
                 client.close(CLOSE_TIERS_S)
@@ -206,7 +209,7 @@ class SchedulerHalf:
         if self._off is not None or self._coordinator.overdue or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._coordinator.match(
-            request.request_id, request.block_hashes, request.num_tokens, local_tokens, tenant=request.cache_salt
+            request.request_id, self._hashes.of(request), request.num_tokens, local_tokens, tenant=request.cache_salt
         )
         return tokens, bool(tokens) and self._config.load_mode == "parked"
 
@@ -221,7 +224,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = request
         self._coordinator.admit(
             request.request_id,
-            request.block_hashes,
+            self._hashes.of(request),
             blocks.get_block_ids()[0],
             num_tokens=request.num_tokens,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -257,7 +260,7 @@ class SchedulerHalf:
                 continue
             coordinator.observe(
                 request_id,
-                request.block_hashes,
+                self._hashes.of(request),
                 # Scheduled tokens include drafts and placeholders; only tokens that are known have final KV.
                 min(request.num_computed_tokens + scheduled, request.num_tokens),
                 lambda request_id=request_id: state.resolve_block_ids(request_id)[0],  # type: ignore[misc]
@@ -317,6 +320,7 @@ class SchedulerHalf:
         self._asked.pop(request_id, None)
         if self._coordinator is not None:
             self._coordinator.finish(request_id)
+        self._hashes.forget(request_id)
 
     def pending(self) -> bool:
         """Whether a rank's report is due, or something must still be told to the ranks."""

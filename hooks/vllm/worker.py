@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.layerstream.worker")
 
-CLOSE_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.5
 """vLLM ends a worker by force that has not shut down after about 5 s."""
 
 

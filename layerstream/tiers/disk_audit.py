@@ -121,7 +121,7 @@ def _look_into(name: str, file: BinaryIO, *, verify: bool) -> Audited:
     head = file.read(min(length, MAX_HEADER_BYTES, status.st_size))
     try:
         said = msgspec.json.decode(head, type=_Head).metadata
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return audited("damaged", "it has no safetensors header")
     if said.get("format") != "layerstream":
         return audited("not ours")

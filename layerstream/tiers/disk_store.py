@@ -106,6 +106,14 @@ class DiskStore(TierStore):
                 )
                 return False
             return True
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # A bad sector is one object's loss, and would be asked for again.
+            self._complain("%s cannot be read and is removed: %s", self._folder.path_of(name), error.strerror)
+            with contextlib.suppress(OSError), open_shard(objects, name[:2]) as shard:
+                os.unlink(name, dir_fd=shard)
+            return False
         finally:
             os.close(file)
 

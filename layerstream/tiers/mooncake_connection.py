@@ -92,6 +92,8 @@ class MooncakeConnection:
         self._connecting = threading.Lock()
         self._state = _State.APART
         self._connected: Connected | None = None
+        self._parting: Connected | None = None
+        """What is being closed after a transfer failed."""
         self._inside = 0
         """Threads in a call."""
         self._abandoned = False
@@ -156,12 +158,19 @@ class MooncakeConnection:
         anew; contributed memory is lost with what was in it."""
         with self._changed:
             if self._connected is not connected or self._state is not _State.OPEN:
+                # Another thread closes it, and until then this one's memory may still be read or written.
+                self._changed.wait_for(lambda: self._parting is not connected, LONGEST_TRANSFER_S + 10)
                 return
-            self._state, self._connected = _State.APART, None
+            self._state, self._connected, self._parting = _State.APART, None, connected
             self._changed.wait_for(lambda: not self._inside, LONGEST_TRANSFER_S + 5)
             busy = self._inside > 0
         logger.warning("LayerStream, Mooncake tier: a transfer failed and may not have stopped; connecting anew")
-        self._let_go(connected, busy=busy)
+        try:
+            self._let_go(connected, busy=busy)
+        finally:
+            with self._changed:
+                self._parting = None
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Idempotent. If calls are still under way after their time limit, the last one closes."""

@@ -26,8 +26,10 @@ SMALL_PIECE_BYTES = 256 << 10
 moves the ranges of a session one after another. Over TCP on one machine, bulk calls were faster with pieces of 128 KiB,
 and sessions with pieces of 512 KiB (0.3.13.post1)."""
 BULK_PIECES = 256
-"""Most pieces in a bulk call, unless it is for a single object in this process's own memory: pieces that wait for a
-connection fail together after the time limit (MC_TCP_ADMISSION_TIMEOUT_MS), though others still make progress."""
+"""Most pieces in a bulk call, or in a single object that is moved by one: pieces that wait for a connection fail
+together after the time limit (MC_TCP_ADMISSION_TIMEOUT_MS), though others still make progress."""
+OWN_BULK_PIECES = 4 * BULK_PIECES
+"""The same where this process contributes memory, unless a single object has more: most pieces wait for nothing."""
 
 
 class MooncakeStore(TierStore):
@@ -55,6 +57,7 @@ class MooncakeStore(TierStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._rank, self._own_memory = client, site.format.rank, own_memory
+        self._most_pieces = OWN_BULK_PIECES if own_memory else BULK_PIECES
         self._memory = RegisteredMemory(site.memory)
         self._keys = _Keys()
         self._room = Room(longest_s=lease_s, clock=clock)
@@ -66,7 +69,7 @@ class MooncakeStore(TierStore):
         with self._keys.held(names):
             if not self._in_bulk(wholes):
                 return self._reader.read(names, wholes)
-            return self._run_by_run(names, wholes, partial(read_whole, self._client))
+            return _run_by_run(names, wholes, partial(read_whole, self._client), pieces=self._most_pieces)
 
     def write(self, batch: Batch) -> int:
         names, wholes = self._located(batch)
@@ -75,7 +78,8 @@ class MooncakeStore(TierStore):
         with self._keys.held(names):
             if not self._in_bulk(wholes):
                 return self._writer.write(names, wholes)
-            return self._run_by_run(names, wholes, partial(write_whole, self._client, self._room))
+            move = partial(write_whole, self._client, self._room)
+            return _run_by_run(names, wholes, move, pieces=self._most_pieces)
 
     def remove(self, batch: Batch) -> None:
         names = [object_name(item.object, self._rank) for item in batch.items]
@@ -89,23 +93,6 @@ class MooncakeStore(TierStore):
         pieces = [len(whole.sizes) for whole in wholes]
         small = sum(whole.nbytes for whole in wholes) <= SMALL_PIECE_BYTES * sum(pieces)
         return self._own_memory or (small and max(pieces, default=0) <= BULK_PIECES)
-
-    @staticmethod
-    def _run_by_run(
-        names: Sequence[str], wholes: Sequence[Range], move: Callable[[Sequence[str], Sequence[Range]], int]
-    ) -> int:
-        """Call `move` with some objects at a time, while it moves all of them: how many it moved."""
-        done = 0
-        while done < len(names):
-            stop, pieces = done + 1, len(wholes[done].sizes)
-            while stop < len(names) and pieces + len(wholes[stop].sizes) <= BULK_PIECES:
-                pieces += len(wholes[stop].sizes)
-                stop += 1
-            moved = move(names[done:stop], wholes[done:stop])
-            done += moved
-            if done < stop:
-                break
-        return done
 
     def _located(self, batch: Batch) -> tuple[list[str], list[Range]]:
         names = [object_name(item.object, self._rank) for item in batch.items]
@@ -122,6 +109,26 @@ def remove_objects(client: MooncakeClient, names: Sequence[str]) -> None:
     for name, code in zip(names, client.remove(names), strict=True):
         if code != OK and code not in MISSING:
             raise TierError(f"Mooncake Store: removing object {name} failed: {meaning(code)}")
+
+
+def _run_by_run(
+    names: Sequence[str],
+    wholes: Sequence[Range],
+    move: Callable[[Sequence[str], Sequence[Range]], int],
+    *,
+    pieces: int,
+) -> int:
+    """Call `move` with objects of at most so many pieces at a time, while it moves all of them: how many it moved."""
+    done = 0
+    while done < len(names):
+        stop, taken = done + 1, len(wholes[done].sizes)
+        while stop < len(names) and taken + len(wholes[stop].sizes) <= pieces:
+            taken += len(wholes[stop].sizes)
+            stop += 1
+        done += move(names[done:stop], wholes[done:stop])
+        if done < stop:
+            break
+    return done
 
 
 class _Keys:

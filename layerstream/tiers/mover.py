@@ -41,8 +41,8 @@ PART_OBJECTS = 8
 """Most objects that a thread moves at once."""
 WATCH_EVERY_S = 0.5
 """Seconds between two looks for threads that are stuck."""
-GRACE_S = 2.0
-"""Seconds that closing gives what is in a tier's hands, after its time limit."""
+GRACE_S = 0.75
+"""Seconds that closing gives what is in a tier's hands, after its time limit, and then the tiers themselves."""
 
 
 class TierMover:

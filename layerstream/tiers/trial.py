@@ -87,6 +87,13 @@ def _once(
     target: list[Item],
 ) -> tuple[float, float, float]:
     """Seconds to write, find and read all objects."""
+    usage = index.usage()
+    nbytes = sum(item.nbytes for item in source)
+    if usage is not None and usage.capacity_bytes is not None and usage.used_bytes + nbytes > usage.capacity_bytes:
+        raise TierError(
+            f"it has no room for a trial of {nbytes >> 20} MiB beside the {usage.used_bytes >> 20} MiB in it, and "
+            "nothing is to be evicted for one"
+        )
     if not all(index.reserve(names)):
         raise TierError(f"{len(names)} objects found no room")
     started = time.perf_counter()

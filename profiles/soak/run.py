@@ -110,6 +110,7 @@ class Soak:
         for misfortune in self._misfortunes:
             misfortune.start()
         try:
+            self._live(stop_at)
             while time.monotonic() < stop_at and not self._hopeless:
                 self._live(stop_at)
         finally:

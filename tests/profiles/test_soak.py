@@ -275,7 +275,8 @@ class StandIn:
     """Answers at once."""
 
     def __init__(self) -> None:
-        self.pid = os.getsid(0)
+        # Of no session: what a killed engine had mapped is removed.
+        self.pid = -1
         self.ended = False
         self.killed = 0
 
@@ -295,6 +296,12 @@ class StandIn:
     def kill(self) -> None:
         self.ended = True
         self.killed += 1
+
+
+class InThisSession(StandIn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = os.getsid(0)
 
 
 class Wrong(StandIn):
@@ -324,9 +331,9 @@ class Hanging(StandIn):
 
 
 class Dying(StandIn):
-    def __init__(self) -> None:
-        super().__init__()
-        threading.Timer(0.1, self.kill).start()
+    def ask(self, ask: Ask) -> Future[Reply]:
+        self.ended = True
+        return super().ask(ask)
 
 
 class NeverStarting(StandIn):
@@ -357,7 +364,7 @@ def soak(
         return lives[-1]
 
     Soak(
-        Plan(seconds=seconds, seed=1, life_s=(0.2, 0.2), ends=ends, pause_s=(0.0, 0.005)),
+        Plan(seconds=seconds, seed=1, life_s=(0.4, 0.4), ends=ends, pause_s=(0.0, 0.005)),
         corpus=CORPUS,
         start=start,
         tiers=("a", "b", "c"),
@@ -375,7 +382,7 @@ CORPUS: Corpus = make_corpus(1, SHAPE, answered)
 
 
 def test_a_run_in_which_all_is_well_breaks_nothing(tmp_path: Path) -> None:
-    tally, lives, orders = soak(StandIn, tmp_path, seconds=1.5)
+    tally, lives, orders = soak(StandIn, tmp_path, seconds=2.0)
     assert not tally.broken
     assert tally.requests["served"] > 50
     assert tally.faults["engine: killed"] + tally.faults["engine: stopped"] == len(lives) > 3
@@ -450,8 +457,8 @@ def test_shared_memory_that_a_stopped_engine_leaves_is_seen_and_that_of_a_killed
     monkeypatch.setattr("profiles.soak.watch.mapped", lambda pids: mapped(pids, tmp_path))
     file.write_bytes(bytes(4096))
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 4096):
-        tally, _, _ = soak(StandIn, tmp_path, ends=("stopped",))
+        tally, _, _ = soak(InThisSession, tmp_path, ends=("stopped",))
         assert set(tally.broken) == {"left over"}
-        tally, _, _ = soak(StandIn, tmp_path, ends=("killed",))
+        tally, _, _ = soak(InThisSession, tmp_path, ends=("killed",))
     assert not tally.broken
     assert not file.exists()

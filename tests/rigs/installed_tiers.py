@@ -24,7 +24,11 @@ def installed(tiers: Mapping[str, Tier]) -> Iterator[None]:
             assert not options
             return tiers[self.kind]
 
-    with mock.patch("layerstream.tiers.registry._tier_class", Named):
+    # However busy the machine is, a lookup of these tests is not late.
+    with (
+        mock.patch("layerstream.tiers.registry._tier_class", Named),
+        mock.patch("layerstream.tiers.registry.LOOKUP_MS", 20_000.0),
+    ):
         yield
 
 

@@ -16,7 +16,6 @@ from layerstream.index import Chunk, PrefixIndex
 from layerstream.jobs import JobKind, Report
 from layerstream.lookups import Ticket
 from layerstream.tier_flights import TierFlights
-from layerstream.tiering import Tiering
 from tests.rigs.faults import at_once, early_report
 
 Plant = Callable[[pytest.MonkeyPatch], object]
@@ -226,11 +225,6 @@ def tickets_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ticket, "give", keep)
 
 
-def tiers_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
-    """What was saved before a reset is fetched after it."""
-    patch.setattr(Tiering, "stop", lambda _: None)
-
-
 def fetches_count_early(patch: pytest.MonkeyPatch) -> None:
     """Law 3: what is fetched counts as a hit while it is still being moved."""
     fly = Fetch._fly
@@ -263,7 +257,6 @@ FAULTS: dict[str, Fault] = {
     "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
     "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, "ranks": 2}),
     "early fetch": Fault(fetches_count_early, TIERS),
-    "overdue fetch is over": Fault(overdue_fetches_are_over, TIERS, unlucky=True),
+    "overdue fetch is over": Fault(overdue_fetches_are_over, {**TIERS, "slots": 2, "ranks": 1}, unlucky=True),
     "ticket kept": Fault(tickets_are_kept, TIERS),
-    "tiers outlive a reset": Fault(tiers_outlive_a_reset, TIERS),
 }

@@ -152,12 +152,22 @@ def test_a_disk_that_fails_to_write_is_ill(tmp_path: Path, monkeypatch: pytest.M
     assert engine.write(chain) == 2 and engine.read(chain) == [True] * 2
 
 
-@pytest.mark.parametrize("function", ["preadv", "open"])
-def test_a_disk_that_fails_to_read_is_ill(engine: DiskEngine, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_an_object_that_cannot_be_read_is_removed_and_the_disk_is_not_ill(
+    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = make_chain(3)
+    engine.write(chain)
+    with monkeypatch.context() as patch:
+        fail(patch, "preadv", errno.EIO, after=1)
+        assert engine.read(chain) == [True]
+    assert len(engine.files()) == 2
+
+
+def test_a_disk_that_fails_to_open_files_is_ill(engine: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(2)
     engine.write(chain)
     with monkeypatch.context() as patch:
-        fail(patch, function, errno.EIO, after=1)
+        fail(patch, "open", errno.EIO, after=1)
         with pytest.raises(TierError, match=r"reading objects in .*kv failed: Input/output error"):
             engine.read(chain)
     assert engine.read(chain) == [True] * 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServic
 
 @pytest.fixture(scope="module")
 def remote(service: MooncakeService) -> Iterator[Engine]:
-    with Engine(service) as engine:
+    with Engine(service, room_mib=1024) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def owning(service: MooncakeService) -> Iterator[Engine]:
-    with Engine(service, segment_gib=0.125) as engine:
+    with Engine(service, segment_gib=0.125, room_mib=1024) as engine:
         yield engine
 
 
@@ -85,11 +86,26 @@ def test_small_pieces_and_own_memory_go_in_bulk(
     assert len(starts) == sessions
 
 
-@pytest.mark.parametrize("pieces", [1, 20, 64])
+@pytest.mark.parametrize(
+    ("kind", "pieces", "written", "asked"),
+    [
+        ("owning", 1, [6], [8]),
+        ("owning", 20, [6], [8]),
+        ("owning", 64, [3, 3], [3, 3, 2]),
+        ("owning", 300, [1] * 6, [1] * 7),
+        ("remote", 20, [3, 3], [3, 3, 2]),
+    ],
+)
 def test_bulk_calls_are_for_whole_objects_of_few_pieces(
-    owning: Engine, monkeypatch: pytest.MonkeyPatch, pieces: int
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    pieces: int,
+    written: list[int],
+    asked: list[int],
 ) -> None:
-    client, calls = owning.store._client, []
+    engine: Engine = request.getfixturevalue(kind)
+    client, calls = engine.store._client, []
 
     def recording(move: Any) -> Any:
         def moving(names: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> Any:
@@ -100,13 +116,13 @@ def test_bulk_calls_are_for_whole_objects_of_few_pieces(
 
     for way in ("put_whole", "get_whole"):
         monkeypatch.setattr(client, way, recording(getattr(client, way)))
-    chain = owning.chain(8, prompt=("bulk calls", pieces))
-    assert owning.store.write(owning.full(chain[:6], pieces=pieces)) == 6
-    assert calls == {1: [6], 20: [3, 3], 64: [1] * 6}[pieces]
+    chain = engine.chain(8, prompt=("bulk calls", kind, pieces))
+    assert engine.store.write(engine.full(chain[:6], pieces=pieces)) == 6
+    assert calls == written
     calls.clear()
-    batch = owning.empty(chain, pieces=pieces)
-    assert owning.store.read(batch) == 6 and owning.intact(batch.items[:6])
-    assert calls == {1: [8], 20: [3, 3, 2], 64: [1] * 7}[pieces]
+    batch = engine.empty(chain, pieces=pieces)
+    assert engine.store.read(batch) == 6 and engine.intact(batch.items[:6])
+    assert calls == asked
 
 
 def test_both_ways_of_writing_make_the_same_objects(remote: Engine, owning: Engine) -> None:
@@ -300,18 +316,18 @@ def test_a_full_store_refuses_until_it_has_evicted(
         mooncake_service(tmp_path_factory.mktemp("full"), owner_mib=0 if segment_gib else 64, lease_ms=300) as service,
         Engine(service, segment_gib=segment_gib) as engine,
     ):
-        stored, refused = 0, 0
-        for number in range(160):
-            batch = engine.full(engine.chain(1, prompt=number))
-            if engine.store.write(batch):
-                stored += 1
-            else:
-                refused += 1
-            if engine.room._used > 200 << 20:
-                engine.room._used = 0
-        assert stored > 60 and refused > 0
+        outcomes: list[int] = []
+
+        def written(number: int) -> bool:
+            engine.room._used = 0
+            outcomes.append(engine.store.write(engine.full(engine.chain(1, prompt=number))))
+            return outcomes[-1] == 1
+
+        for number in range(100):
+            until(partial(written, number))
+        assert outcomes.count(0) > 0
         assert engine.index.find(engine.chain(1, prompt=0)).present == (False,)
-        last = [number for number in range(160) if engine.index.find(engine.chain(1, prompt=number)).present[0]]
+        last = [number for number in range(100) if engine.index.find(engine.chain(1, prompt=number)).present[0]]
         batch = engine.empty(engine.chain(1, prompt=last[-1]))
         assert engine.store.read(batch) == 1 and engine.intact(batch.items)
 

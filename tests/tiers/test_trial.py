@@ -29,7 +29,7 @@ def test_a_trial_tells_rates_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_more_than_the_tier_holds_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="found no room"):
+    with pytest.raises(TierError, match="no room for a trial"):
         try_tier(disk(tmp_path / "kv"), FORM, objects=100)
 
 
