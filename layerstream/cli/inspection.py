@@ -17,9 +17,9 @@ from rich.table import Table
 
 from layerstream.cli.plan import size
 from layerstream.errors import ConfigError
-from layerstream.tiers.disk_audit import Audited, Listing, audit, list_folder
-from layerstream.tiers.disk_folder import OBJECTS, DiskFolder, open_shard
-from layerstream.tiers.disk_unfinished import remove_left_over
+from layerstream.tiers.disk.audit import Audited, Listing, audit, list_folder
+from layerstream.tiers.disk.folder import OBJECTS, DiskFolder, open_shard
+from layerstream.tiers.disk.unfinished import remove_left_over
 from layerstream.tiers.objects import ObjectHeader
 
 SHOWN = 20

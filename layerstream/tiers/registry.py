@@ -17,9 +17,9 @@ ENTRY_POINTS = "layerstream.tiers"
 """Entry-point group of tiers that other distributions bring: name = "type", object = a subclass of `Tier`."""
 
 _BUILT_IN = {
-    "disk": "layerstream.tiers.disk:DiskTier",
-    "mooncake": "layerstream.tiers.mooncake:MooncakeTier",
-    "lmcache": "layerstream.tiers.lmcache:LMCacheTier",
+    "disk": "layerstream.tiers.disk.tier:DiskTier",
+    "mooncake": "layerstream.tiers.mooncake.tier:MooncakeTier",
+    "lmcache": "layerstream.tiers.lmcache.tier:LMCacheTier",
 }
 
 Admission = Literal["all", "reused"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from layerstream.tiers.disk_unfinished import is_unfinished
+from layerstream.tiers.disk.unfinished import is_unfinished
 from profiles.soak.faults import BusyError, Fault
 
 MIB = 1 << 20

@@ -12,10 +12,10 @@ import pytest
 from layerstream.cli import app
 from layerstream.cli.inspection import SHORT
 from layerstream.jobs import TierObject
-from layerstream.tiers.disk_folder import DiskFolder, open_shard
-from layerstream.tiers.disk_unfinished import create_unfinished
+from layerstream.tiers.disk.folder import DiskFolder, open_shard
+from layerstream.tiers.disk.unfinished import create_unfinished
+from tests.rigs.disk_engine import SECOND, DiskEngine
 from tests.rigs.tier_items import NAMESPACE, make_chain
-from tests.tiers.disk_engine import SECOND, DiskEngine
 
 OTHER = b"\7" * 32
 DAY = 86400

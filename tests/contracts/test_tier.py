@@ -10,8 +10,8 @@ import pytest
 
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Found, Item, StoreSite, Tier, TierIndex, TierStore
-from layerstream.tiers.disk import DiskTier
-from layerstream.tiers.lmcache import LMCacheTier
+from layerstream.tiers.disk.tier import DiskTier
+from layerstream.tiers.lmcache.tier import LMCacheTier
 from layerstream.tiers.objects import ObjectFormat
 from tests.rigs.lmcache_service import shared_lmcache
 from tests.rigs.memory_tier import MemoryTier

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from layerstream.cli.inspection import Pruning, run
-from layerstream.tiers.disk_audit import audit, list_folder
-from layerstream.tiers.disk_folder import DiskFolder
+from layerstream.tiers.disk.audit import audit, list_folder
+from layerstream.tiers.disk.folder import DiskFolder
 from layerstream.tiers.objects import ObjectHeader
 from tests.rigs.engine_life import EngineLife, Served
 from tests.rigs.mooncake_service import until

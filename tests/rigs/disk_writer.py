@@ -23,7 +23,7 @@ import numpy as np
 
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Batch, IndexSite, Item, StoreSite
-from layerstream.tiers.disk import GIB, DiskTier
+from layerstream.tiers.disk.tier import GIB, DiskTier
 from layerstream.tiers.objects import Bytes, ObjectFormat, checksum
 
 NAMESPACE = hashlib.blake2b(b"writers", digest_size=32).digest()

@@ -10,9 +10,9 @@ import numpy as np
 
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Item, StoreSite
-from layerstream.tiers.lmcache import LMCacheTier
-from layerstream.tiers.lmcache_connection import Protocol
-from layerstream.tiers.lmcache_names import ObjectKind, chunk_ids
+from layerstream.tiers.lmcache.connection import Protocol
+from layerstream.tiers.lmcache.names import ObjectKind, chunk_ids
+from layerstream.tiers.lmcache.tier import LMCacheTier
 from layerstream.tiers.objects import Bytes, ObjectFormat
 from tests.rigs.lmcache_service import LMCacheService
 from tests.rigs.tier_items import Room, empty_item, fill, intact, make_batch, make_chain, make_format, make_site

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Batch, Item, StoreSite
-from layerstream.tiers.mooncake_index import MooncakeIndex
-from layerstream.tiers.mooncake_ranges import object_name
-from layerstream.tiers.mooncake_store import MooncakeStore
+from layerstream.tiers.mooncake.index import MooncakeIndex
+from layerstream.tiers.mooncake.ranges import object_name
+from layerstream.tiers.mooncake.store import MooncakeStore
 from tests.rigs.mooncake_service import MooncakeService
 from tests.rigs.tier_items import Room, empty_item, fill, intact, make_batch, make_chain, make_format, make_site
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from layerstream.tiers.mooncake import MooncakeTier
-from layerstream.tiers.mooncake_library import limits
-from layerstream.tiers.mooncake_master import MasterAddress
+from layerstream.tiers.mooncake.library import limits
+from layerstream.tiers.mooncake.master import MasterAddress
+from layerstream.tiers.mooncake.tier import MooncakeTier
 
 TIMEOUT_S = 2.0
 """Option `timeout_s` of the tests' tiers. The library has one time limit for the whole process, and the first tier of

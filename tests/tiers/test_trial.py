@@ -8,7 +8,7 @@ import pytest
 
 from layerstream.errors import ConfigError, TierError
 from layerstream.tiers.base import Batch, StoreSite, TierStore
-from layerstream.tiers.disk import DiskTier
+from layerstream.tiers.disk.tier import DiskTier
 from layerstream.tiers.objects import ObjectFormat
 from layerstream.tiers.trial import try_tier
 

@@ -1,0 +1,1 @@
+"""The disk tier: one file for each object and rank in a folder."""

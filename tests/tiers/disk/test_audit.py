@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from layerstream.tiers.disk.audit import audit, list_folder
+from tests.rigs.disk_engine import DiskEngine
+from tests.rigs.tier_items import make_chain
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> DiskEngine:
+    made = DiskEngine(tmp_path / "kv")
+    made.write(make_chain(3))
+    return made
+
+
+def test_whole_objects_say_what_they_are(engine: DiskEngine) -> None:
+    chain = make_chain(3)
+    os.utime(engine.file(chain[1]), ns=(0, 123456789))
+    listing = list_folder(engine.folder)
+    done: list[int] = []
+    audited = {file.name: file for file in audit(engine.folder, listing.objects, verify=True, progress=done.append)}
+    assert done == [nbytes for _, nbytes in listing.objects] == [engine.object_bytes] * 3
+    for each in chain:
+        file = audited[engine.file(each).name]
+        assert (file.state, file.nbytes, file.why) == ("whole", engine.object_bytes, "")
+        assert file.header is not None
+        assert (file.header.key, file.header.parent, file.header.start) == (
+            each.key.hex(),
+            each.parent.hex(),
+            each.start,
+        )
+    assert audited[engine.file(chain[1]).name].used_ns == 123456789
+
+
+def test_a_file_that_vanishes_is_passed_over(engine: DiskEngine) -> None:
+    chain = make_chain(3)
+    listing = list_folder(engine.folder)
+    engine.file(chain[0]).unlink()
+    engine.file(chain[1]).unlink()
+    engine.file(chain[1]).parent.rmdir()
+    (left,) = audit(engine.folder, listing.objects, verify=False, progress=lambda _: None)
+    assert left.name == engine.file(chain[2]).name
+
+
+def test_pages_are_only_read_to_verify_them(engine: DiskEngine) -> None:
+    (each, *_) = make_chain(1)
+    content = bytearray(engine.file(each).read_bytes())
+    content[-1] ^= 1
+    engine.file(each).write_bytes(content)
+    listing = list_folder(engine.folder)
+
+    def states(*, verify: bool) -> set[str]:
+        files = audit(engine.folder, listing.objects, verify=verify, progress=lambda _: None)
+        return {file.state for file in files if file.name == engine.file(each).name}
+
+    assert (states(verify=False), states(verify=True)) == ({"whole"}, {"damaged"})
+
+
+def test_a_header_that_claims_more_than_there_is_costs_no_memory(engine: DiskEngine) -> None:
+    (each, *_) = make_chain(1)
+    engine.file(each).write_bytes((1 << 62).to_bytes(8, "little") + bytes(5000))
+    listing = list_folder(engine.folder)
+    files = list(audit(engine.folder, listing.objects, verify=True, progress=lambda _: None))
+    assert sorted(file.state for file in files) == ["damaged", "whole", "whole"]
