@@ -212,6 +212,55 @@ def test_what_came_from_a_tier_is_not_offered_to_it(monkeypatch: pytest.MonkeyPa
     rig.check_idle()
 
 
+def test_what_came_from_one_tier_is_not_taken_to_be_in_another() -> None:
+    rig = TieringRig(FakeTier(0), FakeTier(1, admission="reused"))
+    for one in rig.objects(PROMPT):
+        rig.tiers[0].put(one, PROMPT)
+    for name in "ab":
+        assert rig.serve(name, PROMPT) == len(PROMPT)
+    assert len(rig.tiers[1].ranks[0]) == 2
+    assert rig.tiers[0].count("reserve") == 0
+
+
+def test_a_short_object_that_came_from_a_tier_is_replaced_by_what_it_grew_into() -> None:
+    rig = TieringRig(FakeTier())
+    for one in rig.objects(PROMPT):
+        rig.tiers[0].put(one, PROMPT)
+    assert rig.serve("a", PROMPT) == len(PROMPT)
+    rig.serve("b", [*PROMPT, *chain("more")])
+    assert [(one.start, one.blocks) for one in rig.tiers[0].removed] == [(8, 2)]
+
+
+def test_what_was_evicted_before_the_end_leaves_no_short_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieringRig(FakeTier(), slots=3)
+    offers = Offers(rig, monkeypatch)
+    rig.admit("a", PROMPT)
+    rig.compute("a", PROMPT)
+    rig.turn()
+    assert offers.take() == [(0, 4), (4, 4)]
+    index = rig.coordinator._index
+    assert index is not None
+    spans = index.reserve(chain("other"), 0, 5)
+    assert spans is not None and index.match(PROMPT, 10) == K
+    index.abandon(list(index._heads.spans(PROMPT, 3, 4)))
+    assert index.match(PROMPT, 10) == K - 1
+    rig.coordinator.finish("a")
+    assert offers.take() == []
+
+
+def test_hashes_that_come_in_a_new_list_each_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieringRig(FakeTier())
+    offers = Offers(rig, monkeypatch)
+    rig.admit("a", PROMPT[:3])
+    rig.blocks["a"] = list(range(100, 120))
+    for blocks, offered in ((3, []), (6, [(0, 4)]), (9, [(4, 4)]), (10, [])):
+        rig.compute("a", PROMPT[:blocks], blocks)
+        rig.turn()
+        assert offers.take() == offered
+    rig.coordinator.finish("a")
+    assert offers.take() == [(8, 2)]
+
+
 def test_every_tier_that_is_written_to_gets_all_it_can_keep() -> None:
     tiers = FakeTier(0), FakeTier(1, tails=False), FakeTier(2, writes=False), FakeTier(3, admission="reused")
     rig = TieringRig(*tiers)
@@ -261,7 +310,7 @@ def test_after_a_reset_nothing_is_offered() -> None:
     rig.coordinator.reset()
     done(rig, *jobs)
     rig.coordinator.finish("a")
-    for name in "bc":
+    for name in "bcde":
         rig.serve(name, PROMPT)
     assert not rig.pending() and not tier[0].ranks[0] and not tier[1].ranks[0]
     rig.check_idle()

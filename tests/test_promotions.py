@@ -162,6 +162,34 @@ def test_a_second_request_waits_for_what_comes_for_the_first_and_does_not_look_u
     assert rig.tiers[0].count("find") == 3, "for what the first did not want"
 
 
+def test_who_comes_first_waits_for_what_is_to_come_for_another_though_it_was_not_sent_yet() -> None:
+    rig = TieringRig(FakeTier(), block_bytes=400 << 20)
+    holding(rig)
+    assert rig.ask("a", PROMPT) is None
+    rig.turn()
+    asked = rig.tiers[0].count("find")
+    assert rig.ask("b", [*PROMPT, *chain("more")]) is None
+    assert rig.tiers[0].count("find") == asked
+
+
+def test_who_looked_up_the_same_at_once_waits_for_whoever_fetches_it() -> None:
+    rig = TieringRig(FakeTier(at_once=False))
+    holding(rig)
+    longer = [*PROMPT, *chain("more")]
+    for hashes in (PROMPT, longer):
+        assert rig.ask(str(len(hashes)), hashes) is None
+    for _ in range(2):
+        rig.tiers[0].answer()
+        for hashes in (PROMPT, longer):
+            assert rig.ask(str(len(hashes)), hashes) is None
+    rig.plan()
+    assert sum(len(job.objects) for job in rig.tier_jobs) == 2, "nothing is fetched twice"
+    assert rig.ask(str(len(longer)), longer) is None
+    rig.turn()
+    for hashes in (PROMPT, longer):
+        assert rig.ask(str(len(hashes)), hashes) == 2 * K
+
+
 @pytest.mark.parametrize("how", ["it is lost", "it is late", "the first goes away"])
 def test_a_failed_promotion_leaves_nobody_waiting(how: str) -> None:
     rig = TieringRig(FakeTier())
@@ -348,7 +376,17 @@ def test_who_got_all_there_is_to_get_has_not_fallen() -> None:
     assert rig.ask("a", PROMPT) is None
     rig.turn()
     assert rig.ask("a", PROMPT) == 2 * K
+    rig.turn()
     assert fell(rig) == 0
+
+
+def test_all_who_share_a_lookup_fall_together() -> None:
+    rig = TieringRig(FakeTier(at_once=False))
+    for name in "abc":
+        assert rig.ask(name, PROMPT) is None
+    rig.tiers[0].fall_ill()
+    assert [rig.ask(name, PROMPT) for name in "abc"] == [0, 0, 0]
+    assert fell(rig) == 3
 
 
 def test_who_is_gone_has_not_fallen() -> None:
@@ -421,6 +459,29 @@ def test_what_came_before_anybody_asks_again_stays_too() -> None:
     rig.coordinator.tiering.depart()  # type: ignore[union-attr]
     push_out(rig)
     assert rig.ask("a", PROMPT) == 2 * K
+
+
+def test_what_the_pool_has_stays_while_the_rest_waits_to_be_sent() -> None:
+    rig = TieringRig(FakeTier(), slots=8, block_bytes=400 << 20)
+    other = chain("busy tier")
+    for hashes in (PROMPT, other):
+        holding(rig, hashes)
+    rig.admit("x", PROMPT[:K])
+    rig.compute("x", PROMPT[:K])
+    rig.turn()
+    rig.coordinator.finish("x")
+    assert rig.ask("busy", other) is None and rig.ask("a", PROMPT) is None
+    rig.plan()
+    (job,) = rig.tier_jobs
+    assert job.objects[0] in rig.objects(other)
+    rig.tier_jobs.clear()
+    for name in ("push", "again"):
+        push_out(rig, name)
+    rig.coordinator.report(rig.run_tier(job, 0))
+    for _ in range(9):
+        found = rig.ask("a", PROMPT)
+        rig.turn()
+    assert found == 2 * K
 
 
 @pytest.mark.parametrize("how", ["finish", "lease"])

@@ -120,6 +120,21 @@ def test_jobs_are_small_and_name_what_comes_before() -> None:
     assert [job.chain for job in jobs] == [tuple(one.key for one in objects[:before]) for before in (0, 8, 16)]
 
 
+def test_a_job_of_offers_that_joined_names_all_that_comes_before() -> None:
+    queue = Queue(FakeTier(admission="reused"), pool_share=16)
+    hashes = chain(range(6 * K))
+    objects = queue.keep(hashes)
+    queue.queue.offer(hashes, objects, objects)
+    short = GRID.whole(hashes, 2 * K)
+    queue.queue.offer(hashes, short, short)
+    queue.queue.offer(hashes, objects, objects[2:])
+    jobs = [*queue.step(), *queue.step()]
+    queue.end(*jobs)
+    jobs += [*queue.step(), *queue.step()]
+    assert [one for job in jobs for one in job.objects] == objects
+    assert [len(job.chain) for job in jobs] == [job.objects[0].start // K for job in jobs]
+
+
 def test_a_tier_is_asked_for_room_in_small_questions_and_few_at_a_time() -> None:
     its = Queue(FakeTier(at_once=False), slots=400)
     its.offer(chain(range(60 * K)))
@@ -136,6 +151,29 @@ def test_objects_of_different_prompts_do_not_share_a_job() -> None:
         its.offer(chain(name * (2 * K)))
     its.step()
     assert [len(job.objects) for job in its.step()] == [2, 2, 2]
+
+
+def test_only_objects_that_follow_each_other_share_a_job() -> None:
+    its = Queue()
+    prompt = chain(range(3 * K))
+    objects = its.keep(prompt)
+    its.queue.has(prompt, objects[1:2])
+    its.offer(prompt, objects)
+    its.step()
+    assert [list(job.objects) for job in its.step()] == [objects[:1], objects[2:]]
+
+
+def test_prompts_that_part_do_not_share_a_job_though_one_goes_on_where_the_other_ends() -> None:
+    its = Queue()
+    first, second = chain(range(2 * K)), chain([*range(K), *"else"])
+    ours, theirs = its.keep(first), its.keep(second)
+    its.offer(first, ours[:1])
+    its.offer(second, theirs[1:])
+    its.step()
+    jobs = its.step()
+    assert [list(job.objects) for job in jobs] == [ours[:1], theirs[1:]]
+    spans = its.index.locate(second, K, 2 * K)
+    assert spans is not None and jobs[1].pool_runs == its.index.runs(spans)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 64])
@@ -276,6 +314,7 @@ def test_what_is_on_its_way_is_not_taken_again(admission: str) -> None:
         its.offer(prompt, objects)
         its.step()
     assert its.run() == objects
+    assert [one for what, asked in its.tier.calls if what == "reserve" for one in asked] == objects
     its.check_idle()
 
 

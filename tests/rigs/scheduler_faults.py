@@ -200,19 +200,6 @@ def any_ranks_objects_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierFlights, "__init__", init)
 
 
-def overdue_fetches_are_over(patch: pytest.MonkeyPatch) -> None:
-    """Law 4: slots that a rank may still fill from a tier are handed on once it is late."""
-    expire = TierFlights.expire
-
-    def hand_on(flights: TierFlights) -> None:
-        expire(flights)
-        for flight in list(flights._flights.values()):
-            if flight.overdue:
-                flights._end(flight, 0)
-
-    patch.setattr(TierFlights, "expire", hand_on)
-
-
 def tickets_are_kept(patch: pytest.MonkeyPatch) -> None:
     """What a lookup gave out goes back only if something was read with it."""
     give = Ticket.give
@@ -257,6 +244,5 @@ FAULTS: dict[str, Fault] = {
     "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
     "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, "ranks": 2}),
     "early fetch": Fault(fetches_count_early, TIERS),
-    "overdue fetch is over": Fault(overdue_fetches_are_over, {**TIERS, "slots": 2, "ranks": 1}, unlucky=True),
     "ticket kept": Fault(tickets_are_kept, TIERS),
 }
