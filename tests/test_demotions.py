@@ -232,20 +232,22 @@ def test_a_short_object_that_came_from_a_tier_is_replaced_by_what_it_grew_into()
 
 
 def test_what_was_evicted_before_the_end_leaves_no_short_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = TieringRig(FakeTier(), slots=3)
+    rig = TieringRig(FakeTier(), slots=4)
     offers = Offers(rig, monkeypatch)
+    rig.serve("x", chain([0, *"else"])[:K])
+    offers.take()
     rig.admit("a", PROMPT)
     rig.compute("a", PROMPT)
     rig.turn()
     assert offers.take() == [(0, 4), (4, 4)]
     index = rig.coordinator._index
     assert index is not None
-    spans = index.reserve(chain("other"), 0, 5)
-    assert spans is not None and index.match(PROMPT, 10) == K
-    index.abandon(list(index._heads.spans(PROMPT, 3, 4)))
-    assert index.match(PROMPT, 10) == K - 1
+    spans = index.reserve(chain("another one"), 0, 2 * K)
+    assert spans is not None and index.match(PROMPT, 10) == K + 1
+    index.publish(spans)
     rig.coordinator.finish("a")
     assert offers.take() == []
+    rig.check_idle()
 
 
 def test_hashes_that_come_in_a_new_list_each_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,12 +63,19 @@ class Volume:
         return sorted(self._all(is_unfinished))
 
     def used_bytes(self) -> int:
-        """Of everything in the folder."""
-        total = 0
+        """Of everything in the folder at one moment, at least: what was there before it and is still there after it.
+        To look at all of it takes a while, in which files come and go, and the sum would be of files that were never
+        there together.
+        """
+        before, after = self._sizes(), self._sizes()
+        return sum(min(nbytes, after.get(path, 0)) for path, nbytes in before.items())
+
+    def _sizes(self) -> dict[Path, int]:
+        found: dict[Path, int] = {}
         for path in self._all(lambda _: True):
             with suppress(OSError):
-                total += path.stat().st_size
-        return total
+                found[path] = path.stat().st_size
+        return found
 
     def _all(self, wanted: Callable[[str], bool]) -> Iterator[Path]:
         for place, _, names in os.walk(self.folder):

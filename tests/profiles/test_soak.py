@@ -209,6 +209,14 @@ def test_a_limit_on_the_size_of_files_holds_for_others_until_it_is_lifted(disk: 
     (tmp_path / "file").write_bytes(bytes(1 << 20))
 
 
+def test_only_files_that_are_there_together_count_as_used(disk: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk.used_bytes() == 40 * 5000
+    files = disk.files()
+    looks = iter([{files[0]: 3000, files[1]: 5000, files[2]: 1000}, {files[0]: 3000, files[1]: 2000, files[3]: 5000}])
+    monkeypatch.setattr(disk, "_sizes", lambda: next(looks))
+    assert disk.used_bytes() == 5000
+
+
 def misfortune(tally: Tally, *faults: Fault) -> Misfortune:
     return Misfortune("thing", faults, seed="1", tally=tally, lasts=(0.0, 0.01), peace=(0.0, 0.01))
 
