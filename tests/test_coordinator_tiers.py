@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from layerstream.identity import object_key
 from layerstream.jobs import Job, JobKind, TierJob
 from layerstream.promotions import LONGEST_WAIT_S
 from tests.rigs.fake_tiers import FakeTier
@@ -351,3 +353,44 @@ def test_engines_that_follow_each_other_hit_all_that_their_pool_and_their_tiers_
                     fresh = TieringRig(*its[: 1 + tier.place], slots=64, chunk_blocks=chunk_blocks, world=world)
                     assert expected_hit(fresh, hashes, set()) == len(hashes), "what was served cannot be found"
         rig.check_idle()
+
+
+def test_names_of_a_long_prompts_objects_are_made_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps it takes to fill, and however often the request asks: 2,048 blocks in chunks of 16."""
+    made = 0
+
+    def counted(*arguments: Any) -> bytes:
+        nonlocal made
+        made += 1
+        return object_key(*arguments)
+
+    monkeypatch.setattr("layerstream.tiers.grid.object_key", counted)
+    tier = FakeTier(at_once=False)
+    rig = TieringRig(tier, slots=300, chunk_blocks=16)
+    blocks = 2048
+    hashes = chain(range(blocks + 64))
+    prompt = hashes[:blocks]
+    assert rig.ask("a", prompt) is None
+    assert made == blocks // 16
+    for _ in range(100):
+        assert rig.ask("a", prompt) is None
+        rig.plan()
+    tier.answer()
+    tier.at_once = True
+    assert rig.ask("a", prompt) == 0
+    assert made <= blocks // 16 + 15, "those that are shorter than a chunk"
+    made = 0
+    rig.admit("a", prompt)
+    for stop in range(128, blocks + 1, 128):
+        rig.compute("a", prompt, stop)
+        rig.turn()
+    assert made == blocks // 16
+    rig.blocks["a"] += range(10_000, 10_064)
+    for stop in range(blocks + 1, blocks + 65):
+        prompt.append(hashes[stop - 1])
+        rig.compute("a", prompt, stop)
+        rig.turn()
+    assert made == blocks // 16 + 4
+    rig.coordinator.finish("a")
+    rig.settle()
+    assert len(tier.ranks[0]) == blocks // 16 + 4

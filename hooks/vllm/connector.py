@@ -56,18 +56,18 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
         try:
             config = StreamConfig.from_extra(transfer.kv_connector_extra_config)
+            if role is KVConnectorRole.SCHEDULER:
+                self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            else:
+                self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
         except ConfigError as error:
             # vLLM prints the traceback of a process that fails to start; the line a user needs must stand alone.
             logger.error("%s", error)
             raise
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
-        else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
 
     @property
     def scheduler(self) -> SchedulerHalf:
