@@ -31,6 +31,8 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+# A minute on an idle machine.
+@pytest.mark.timeout(900)
 def test_whatever_clients_operators_and_bad_luck_do_no_byte_is_wrong_and_nothing_is_left_over() -> None:
     run_state_machine_as_test(ServingMachine, settings=SHORT)
     seen = STATISTICS

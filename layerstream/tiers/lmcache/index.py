@@ -44,8 +44,6 @@ class LMCacheIndex(TierIndex):
         self._held: dict[str, list[Session]] = {}
         self._owed: deque[Session] = deque(maxlen=OWED)
         """To be ended once the server answers again."""
-        self._reported: dict[bytes, None] = {}
-        """Keys of objects that lookups found."""
         self._parents: dict[bytes, bytes] = {}
         """Key -> key of the object before it, of objects asked about lately, the latest last."""
 
@@ -57,10 +55,6 @@ class LMCacheIndex(TierIndex):
             self._held[ticket] = sessions
         else:
             self._free(sessions)
-        for each in chain[:present]:
-            self._reported[each.key] = None
-        while len(self._reported) > REMEMBERED:
-            del self._reported[next(iter(self._reported))]
         absent = len(chain) - present + len(tails)
         return Found(present=(True,) * present + (False,) * absent, ticket=ticket)
 
@@ -79,9 +73,7 @@ class LMCacheIndex(TierIndex):
             present, sessions = self._look_up(keys)
             self._free(sessions)
             there.update(keys[:present])
-        # What was found and is to be written was not read, or it would be known to be there: it may be damaged, and the
-        # rank that writes it looks.
-        return tuple(each.key not in there or each.key in self._reported for each in objects)
+        return tuple(each.key not in there for each in objects)
 
     def probe(self) -> None:
         self._client.connection(*self._kinds).sign()
