@@ -21,11 +21,14 @@ from tests.rigs.faults import at_once, early_report
 Plant = Callable[[pytest.MonkeyPatch], object]
 
 
+NO_TIERS = {"tiers": 0}
+
+
 class Fault(NamedTuple):
     """A fault, and on which engines it shows soonest."""
 
     plant: Plant
-    setup: Mapping[str, Any] = {}
+    setup: Mapping[str, Any] = NO_TIERS
     """Fields of `Setup`."""
     unlucky: bool = False
     """Whether it shows only where ranks and reports fail."""
@@ -225,18 +228,18 @@ def fetches_count_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fetch, "_fly", early)
 
 
-PARKED = {"load_mode": "parked"}
+PARKED = {**NO_TIERS, "load_mode": "parked"}
 TIERS = {"tiers": 1, "slots": 4, "tier_objects": None, "admission": "all"}
 FAULTS: dict[str, Fault] = {
     "dropped pin": Fault(no_pins),
     "dropped hold": Fault(no_holds, {**PARKED, "recompute": False}, unlucky=True),
     "early publish": Fault(_early_save),
-    "one rank is enough": Fault(one_rank_is_enough, {"ranks": 2}),
+    "one rank is enough": Fault(one_rank_is_enough, {**NO_TIERS, "ranks": 2}),
     "off-by-one hit": Fault(last_block_hits),
     "off-by-one page": Fault(pages_are_one_off),
     "early released slot": Fault(slots_of_the_dead_are_free),
     "gate skipped": Fault(a_gate_is_skipped),
-    "report counted twice": Fault(reports_count_twice, {"ranks": 2}),
+    "report counted twice": Fault(reports_count_twice, {**NO_TIERS, "ranks": 2}),
     "finish forgets a flight": Fault(finish_forgets_a_flight),
     "saves run ahead": Fault(saves_run_ahead),
     "reset keeps what is in flight": Fault(a_reset_waits_for_nobody),

@@ -126,7 +126,7 @@ class SteppedTiers:
         self.tiers = [FaultyTier(MemoryTier(capacity_bytes=capacity_bytes, tails=tails)) for _ in range(count)]
         for tier in self.tiers:
             tier.tails = tails  # type: ignore[misc]
-        self.options = [{"type": f"memory{place}", "admission": admission} for place in range(count)]
+        self.options = [{"type": f"memory{place}", "admission": admission, "lookup_ms": 250} for place in range(count)]
         self.injected: Counter[str] = Counter()
         """Faults that had an effect, by kind."""
         self.hung: set[tuple[int, str]] = set()
@@ -138,7 +138,7 @@ class SteppedTiers:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within, engines are made whose tiers these are."""
-        named = {entry["type"]: tier for entry, tier in zip(self.options, self.tiers, strict=True)}
+        named = {str(entry["type"]): tier for entry, tier in zip(self.options, self.tiers, strict=True)}
 
         def clock() -> float:
             """That of the engine of the moment."""

@@ -166,7 +166,7 @@ def test_the_log_says_how_much_of_the_pool_is_ready(make_rig: MakeRig, caplog: p
     with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
         fresh.set_xfer_handshake_metadata_pp_aware({(0, rank.rank): type(shake)(rank) for rank in ranks})
         assert re.search(
-            r"pool 480 slots a rank \([0-9.]+ GiB, pinned; 32 ready, the rest follows in the background\), loads",
+            r"pool 480 slots a rank \([0-9.]+ GiB, pinned; 32 ready, the rest follows in the background\), tiers none, loads",
             caplog.text,
         )
         caplog.clear()
@@ -180,7 +180,7 @@ def test_a_pool_that_is_ready_at_once_is_told_of_as_such(make_rig: MakeRig, capl
     with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
         rig = make_rig()
         rig.serve("cold", prompt(100))
-    assert "GiB, not pinned), loads" in caplog.text
+    assert "GiB, not pinned), tiers none, loads" in caplog.text
     assert "ready" not in caplog.text
 
 

@@ -357,7 +357,7 @@ def test_a_tier_that_hangs_holds_a_request_up_for_a_bounded_time(make_rig: MakeR
         faulty.index = hangs
     else:
         faulty.store = hangs
-    rig = make_rig(tiers={"memory": faulty})
+    rig = make_rig(tiers={"memory": faulty}, options={"tiers": [{"type": "memory", "lookup_ms": 250}]})
     try:
         assert rig.serve("a", prompt(300)) == 0
         assert hangs.held
