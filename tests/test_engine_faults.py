@@ -171,7 +171,7 @@ def test_a_join_that_times_out_is_no_save_that_ended(
 
 
 @pytest.mark.parametrize("path", list(STREAMS))
-@pytest.mark.parametrize("kind", list(JobKind))
+@pytest.mark.parametrize("kind", [JobKind.LOAD, JobKind.PARKED_LOAD, JobKind.SAVE])
 @pytest.mark.parametrize(("blocks", "runs"), [([], ()), ([3, 4], ((0, 3),)), ([3, 4], ((0, 1),))])
 def test_a_job_without_blocks_or_with_other_pages_is_refused(
     path: str, kind: JobKind, blocks: list[int], runs: tuple[tuple[int, int], ...]
