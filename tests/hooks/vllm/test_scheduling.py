@@ -166,7 +166,8 @@ def test_the_log_says_how_much_of_the_pool_is_ready(make_rig: MakeRig, caplog: p
     with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
         fresh.set_xfer_handshake_metadata_pp_aware({(0, rank.rank): type(shake)(rank) for rank in ranks})
         assert re.search(
-            r"pool 480 slots a rank \([0-9.]+ GiB, pinned; 32 ready, the rest follows in the background\), tiers none, loads",
+            r"pool 480 slots a rank \([0-9.]+ GiB, pinned; 32 ready, the rest follows in the background\), tiers none, "
+            r"loads",
             caplog.text,
         )
         caplog.clear()
