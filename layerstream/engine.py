@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerstream.errors import RaceError, TransferError, TransferTimeout
-from layerstream.jobs import Job, JobKind, Report, StepPlan
+from layerstream.jobs import Job, JobKind, Report, StepPlan, TierJob
 from layerstream.ledger import Ledger
 from layerstream.pipeline.base import Move
 from layerstream.ranges import Ranges
@@ -123,8 +123,8 @@ class StreamEngine:
             self._hooked, self._ran = self._ran, bytearray(self._layers)
         if plan is None:
             return
-        if self.mover is not None and plan.tier_jobs:
-            self.mover.submit(plan.tier_jobs)
+        if plan.tier_jobs:
+            self._move_objects(plan.tier_jobs)
         if self.sanitizer is not None:
             self.sanitizer.begin_step(plan.model)
         if not plan.jobs and self.sanitizer is None:
@@ -150,6 +150,12 @@ class StreamEngine:
                 self._save = transfer
             else:
                 self._parked.append(transfer)
+
+    def _move_objects(self, jobs: Sequence[TierJob]) -> None:
+        assert self.mover is not None, "tiers are on for every rank or for none"
+        if self.verifier is not None:
+            self.verifier.promoted(jobs)
+        self.mover.submit(jobs)
 
     def _transfer(self, step: int, jobs: tuple[Job, ...], ids: list[int], blocks: torch.Tensor) -> Transfer:
         runs = [part for job in jobs for first, count in job.pool_runs for part in self.pool.split(first, count)]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from layerstream.geometry import KVGeometry
     from layerstream.host_pool import HostPool
+    from layerstream.jobs import TierJob
     from layerstream.streams.base import Device
     from layerstream.transfers import Transfer
 
@@ -53,6 +54,8 @@ class Verifier:
 
         self._hash = xxhash.xxh3_64
         self._saved: dict[int, int] = {}
+        self._promoted: set[int] = set()
+        """Pages whose bytes came from a tier, where their checksums were compared."""
         self.compared = dict.fromkeys(JobKind, 0)
         """Blocks compared so far, by the kind of job that moved them."""
 
@@ -79,11 +82,18 @@ class Verifier:
                     compared += 1
         return compared
 
+    def promoted(self, jobs: Sequence[TierJob]) -> None:
+        """Tiers bring other bytes into these jobs' pages than were saved there before."""
+        for job in jobs:
+            if job.kind is JobKind.PROMOTE:
+                self._promoted.update(first + i for first, count in job.pool_runs for i in range(count))
+
     def _compare(self, kind: JobKind, request: str, block: int, page: int) -> None:
         cached, stored = self._block_fingerprint(block), self._page_fingerprint(page)
         if kind is JobKind.SAVE:
             self._saved[page] = cached
-        expected = self._saved.get(page)
+            self._promoted.discard(page)
+        expected = stored if page in self._promoted else self._saved.get(page)
         if cached == stored == expected:
             return
         what = "saved" if kind is JobKind.SAVE else "restored"

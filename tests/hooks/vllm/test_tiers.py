@@ -394,3 +394,9 @@ def test_the_rig_would_see_bytes_that_no_check_found(
     rig = make_rig()
     with pytest.raises(AssertionError, match="wrong KV"):
         rig.serve("a", prompt(100))
+
+
+def test_what_came_from_a_tier_passes_verification(make_rig: MakeRig, tier: MemoryTier) -> None:
+    served(make_rig(tiers={"memory": tier}), "a", prompt(300))
+    rig = make_rig(tiers={"memory": tier}, options={"verify": True})
+    assert served(rig, "b", prompt(300)) == whole_hit(300)
