@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from layerstream.hooks.vllm import identify
 from layerstream.hooks.vllm.identify import _weights_folder
 from layerstream.identity import fingerprint_weights
 from tests.rigs.installed_tiers import write_weights
@@ -67,3 +68,17 @@ def test_the_default_cache_is_the_hubs_own(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     main = snapshot(cache, "1" * 40, b"abcd", ref="main")
     assert _weights_folder(config(MODEL, None)) == main
+
+
+def test_where_a_configuration_came_from_does_not_name_a_model() -> None:
+    config = {"_name_or_path": "/a", "transformers_version": "5", "rope": {"_name_or_path": "/b", "theta": 1.0}}
+    assert identify._without_origin(config) == {"rope": {"theta": 1.0}}
+
+
+def test_how_images_are_prepared_names_a_model(tmp_path: Path) -> None:
+    digests = {identify._processor(tmp_path, None), identify._processor(tmp_path, {"size": 1})}
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": 0}')
+    digests.add(identify._processor(tmp_path, None))
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": 1}')
+    digests.add(identify._processor(tmp_path, None))
+    assert len(digests) == 4
