@@ -117,6 +117,10 @@ class Tiering:
         self.demotions.stop()
         self._flights.recall()
 
+    def leave(self) -> None:
+        """The engine serves no more: what waits to be written is dropped, and counted."""
+        self.demotions.stop()
+
     def take_counts(self) -> TierCounts:
         """Counts since the last call."""
         counts = TierCounts(

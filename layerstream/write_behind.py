@@ -1,7 +1,8 @@
 """The queue of one tier: objects whose blocks are in the host pool and that the tier is to get.
 
 Nothing waits for it, and it makes nothing wait. Blocks are pinned only while ranks read them, and only so many; an
-object whose blocks were evicted before its turn, or for which the tier has no room, is dropped.
+object whose blocks were evicted before its turn, or for which the tier has no room, is dropped. While the tier is ill
+the queue is kept: what the pool still has when the tier is well again is written then.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class WriteBehind:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits in the queue, or for room."""
-        return bool(self._asked or self._queue)
+        """Whether something waits in the queue, or for room, and stepping helps: an ill tier's queue waits for it."""
+        return bool(self._asked or (self._queue and self._well))
 
     def has(self, hashes: Sequence[bytes], objects: Sequence[TierObject]) -> None:
         """The tier has these objects of a prefix."""
@@ -135,14 +136,22 @@ class WriteBehind:
 
     def step(self) -> None:
         """Do what can be done: ask for room, and send jobs for what there is room for."""
-        if not self._well:
-            self.clear()
+        well = self._well
+        back: list[_Entry] = []
         while self._asked and self._asked[0][1].done:
             entry, answer = self._asked.popleft()
-            self._send_granted(entry, (False,) * len(entry.objects) if answer.result is None else answer.result)
+            granted = answer.result or (False,) * len(entry.objects)
+            if not well:
+                self.tier.settle(_chosen(entry.objects, granted), written=False)
+                back.append(entry)
+                continue
+            self._send_granted(entry, granted)
             if answer.result is None:
+                # Only this question failed: put again and again it could hold up all others.
                 self.dropped_objects += len(entry.objects)
-        while self._queue and len(self._asked) < ASKED_AT_ONCE:
+        for entry in reversed(back):
+            self._put_back(entry)
+        while well and self._queue and len(self._asked) < ASKED_AT_ONCE:
             wanted = self._next_entry()
             if wanted is None:
                 return
@@ -176,8 +185,14 @@ class WriteBehind:
         self._wanted_once.put(one.key, None)
         return False
 
+    def _put_back(self, entry: _Entry) -> None:
+        """Queue again, before all others, what the tier was asked to make room for."""
+        self._taken -= entry.blocks
+        self._queued += len(entry.objects)
+        self._queue.appendleft(entry)
+
     def _put(self, hashes: Sequence[bytes], whole: Sequence[TierObject], one: TierObject) -> None:
-        if self._queued >= QUEUE_OBJECTS or not self._well:
+        if self._queued >= QUEUE_OBJECTS:
             self.dropped_objects += 1
             return
         self._queued += 1
@@ -212,9 +227,8 @@ class WriteBehind:
     def _send_granted(self, entry: _Entry, granted: Sequence[bool]) -> None:
         """Send jobs for the objects that the tier has room for: one for each run of neighbours."""
         run: list[tuple[TierObject, list[Span]]] = []
-        well = self._well
         for one, yes in zip(entry.objects, granted, strict=True):
-            spans = self._index.locate(entry.hashes, one.start, one.start + one.blocks) if yes and well else None
+            spans = self._index.locate(entry.hashes, one.start, one.start + one.blocks) if yes else None
             if spans is not None:
                 run.append((one, spans))
                 continue
@@ -281,3 +295,7 @@ class WriteBehind:
             if old is not None:
                 self._there.pop(old.key, None)
                 self.tier.remove([old])
+
+
+def _chosen(objects: Sequence[TierObject], flags: Sequence[bool]) -> list[TierObject]:
+    return [one for one, yes in zip(objects, flags, strict=True) if yes]

@@ -332,9 +332,12 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Say what the last, unfinished interval held, and let go of the tiers."""
+        tiering = self._coordinator.tiering if self._coordinator is not None else None
+        if tiering is not None:
+            tiering.leave()
         self._log_interval(last=True)
-        if self._coordinator is not None and self._coordinator.tiering is not None:
-            self._coordinator.tiering.close(CLOSE_TIERS_S)
+        if tiering is not None:
+            tiering.close(CLOSE_TIERS_S)
 
     def _log_interval(self, *, last: bool = False) -> None:
         interval = self._config.log_interval_s

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 MAX_QUEUED = 256
 """Most calls that may wait for the tier when a question comes; beyond, questions fail at once."""
+LONGEST_CALL_S = 5.0
+"""Seconds after which a call hangs that has no deadline of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class Answer(Generic[T]):
 class _Call:
     """Something to do with the tier: a question if it has an answer, else something that the tier is told."""
 
-    __slots__ = ("answer", "ask", "give_back", "what")
+    __slots__ = ("answer", "ask", "give_back", "longest_s", "what")
 
     def __init__(
         self,
@@ -77,16 +79,22 @@ class _Call:
         ask: Callable[[], Any],
         answer: Answer[Any] | None = None,
         give_back: Callable[[Any], None] | None = None,
+        longest_s: float = LONGEST_CALL_S,
     ) -> None:
         self.what, self.ask, self.answer, self.give_back = what, ask, answer, give_back
+        self.longest_s = longest_s
 
 
 class Asker:
-    """Makes calls of a tier in order, in a thread of its own, watched by a breaker.
+    """Makes calls of a tier in a thread of its own, watched by a breaker: in order, but for patient questions, whose
+    turn comes when nothing else waits.
 
     A *question* fails at once while the breaker is not closed, and whatever is asked when it opens fails then. What the
     tier is *told* waits instead until it is well, since an ill tier may take its whole time limit for each; it is told
     once, even if the call raises: the tier may have heard.
+
+    A call that takes longer than it may opens the breaker. Answers that are late though no call was, because too much
+    waited for the tier or the machine is busy, are failures like others: three in a row open it.
 
     Args:
         name: of the tier, for the log.
@@ -104,6 +112,10 @@ class Asker:
         self._complaints = Complaints(logger, clock=clock)
         self._changed = threading.Condition()
         self._calls: deque[_Call] = deque()
+        self._patient: deque[_Call] = deque()
+        self._doing: _Call | None = None
+        self._since = 0.0
+        """When `_doing` began."""
         self._probing = self._closing = self._ended = False
         self._close: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=f"layerstream-{name}", daemon=True)
@@ -121,7 +133,13 @@ class Asker:
         return False
 
     def ask(
-        self, what: str, ask: Callable[[], T], *, deadline_s: float, give_back: Callable[[T], None] | None = None
+        self,
+        what: str,
+        ask: Callable[[], T],
+        *,
+        deadline_s: float,
+        give_back: Callable[[T], None] | None = None,
+        patient: bool = False,
     ) -> Answer[T]:
         """Put a question.
 
@@ -130,14 +148,16 @@ class Asker:
             ask: puts it to the tier, and waits for what it says.
             deadline_s: seconds until it is too late for an answer.
             give_back: called in the thread with an answer that comes too late, or that nobody waits for any more.
+            patient: let all others go first.
         """
         answer: Answer[T] = Answer(self, self._clock() + deadline_s)
         with self._changed:
-            if self._closing or not self._breaker.closed or len(self._calls) >= MAX_QUEUED:
+            if self._closing or not self._breaker.closed or len(self._calls) + len(self._patient) >= MAX_QUEUED:
                 self._stats.unasked += 1
                 answer._ended = True
             else:
-                self._calls.append(_Call(what, ask, answer, give_back))
+                longest_s = deadline_s if deadline_s < float("inf") else LONGEST_CALL_S
+                (self._patient if patient else self._calls).append(_Call(what, ask, answer, give_back, longest_s))
                 self._changed.notify()
         return answer
 
@@ -153,7 +173,7 @@ class Asker:
     def fail(self, source: str, what: str, why: str, *, at_once: bool = False) -> None:
         """Something went wrong; `source` is who saw it (`Breaker.fail`)."""
         with self._changed:
-            self._stats.failures += not at_once
+            self._stats.failures += source != "answers"
             if opened := self._breaker.fail(source, at_once=at_once):
                 self._stats.opened += 1
                 self._give_up_questions()
@@ -201,8 +221,9 @@ class Asker:
         """Wait for something to do; None once all is done and the asker is closed."""
         with self._changed:
             while True:
-                if self._calls and (self._closing or self._breaker.closed):
-                    return self._calls.popleft()
+                calls = self._calls or self._patient
+                if calls and (self._closing or self._breaker.closed):
+                    return calls.popleft()
                 if self._closing:
                     self._ended = True
                     return None
@@ -212,6 +233,15 @@ class Asker:
                 self._changed.wait()
 
     def _do(self, call: _Call) -> None:
+        with self._changed:
+            self._doing, self._since = call, self._clock()
+        try:
+            self._make(call)
+        finally:
+            with self._changed:
+                self._doing = None
+
+    def _make(self, call: _Call) -> None:
         probes = call.ask is self._probe
         try:
             result = call.ask()
@@ -234,15 +264,19 @@ class Asker:
             call.give_back(result)
 
     def _overdue(self, answer: Answer[Any]) -> bool:
-        """Whether an answer's deadline has passed; it is a miss then, and the tier is ill: its thread may hang."""
-        if self._clock() < answer._deadline:
+        """Whether an answer's deadline has passed: it is a miss then."""
+        now = self._clock()
+        if now < answer._deadline:
             return False
         with self._changed:
             if answer._ended:
                 return True
             answer._ended = True
             self._stats.late_answers += 1
-        self.fail("calls", "answering", "no answer in time", at_once=True)
+            doing, took = self._doing, now - self._since
+        hangs = doing is not None and took >= doing.longest_s
+        why = f"{doing.what} has taken {took:.2f} s" if doing is not None and hangs else "too much waits for the tier"
+        self.fail("answers", "answering in time", why, at_once=hangs)
         return True
 
     def _end(self, answer: Answer[T], result: T | None = None) -> bool:
@@ -254,12 +288,14 @@ class Asker:
                 return False
             answer._result = result
             answer._ended = True
+            self._breaker.succeed("answers")
             return True
 
     def _give_up_questions(self) -> None:
-        for call in self._calls:
+        for call in (*self._calls, *self._patient):
             if call.answer is not None:
                 call.answer._ended = True
+        self._patient.clear()
         self._calls = deque(call for call in self._calls if call.answer is None)
 
     def _drop_rest(self, why: str) -> None:

@@ -114,7 +114,7 @@ class TierClient:
         def give_back(granted: tuple[bool, ...]) -> None:
             self.settle([each for each, yes in zip(objects, granted, strict=True) if yes], written=False)
 
-        return self._asker.ask("reserve", ask, deadline_s=self._reserve_s, give_back=give_back)
+        return self._asker.ask("reserve", ask, deadline_s=self._reserve_s, give_back=give_back, patient=True)
 
     def settle(self, objects: Sequence[TierObject], *, written: bool) -> None:
         """Every rank has ended its write of these reserved objects: `TierIndex.settle`."""
@@ -129,7 +129,7 @@ class TierClient:
     def remove(self, objects: Sequence[TierObject]) -> None:
         """Forget these objects: `TierIndex.remove`. Advice: a tier that is ill or overwhelmed is not told."""
         if objects := tuple(objects):
-            self._asker.ask("remove", lambda: self._index.remove(objects), deadline_s=float("inf"))
+            self._asker.ask("remove", lambda: self._index.remove(objects), deadline_s=float("inf"), patient=True)
 
     def failed(self, why: str) -> None:
         """A rank, or the deadline of its report, says that the tier is ill."""
@@ -144,7 +144,7 @@ class TierClient:
         every few seconds at most."""
         if self._clock() - self._usage_at >= USAGE_EVERY_S and self._asker.healthy:
             self._usage_at = self._clock()
-            self._asker.ask("usage", self._ask_usage, deadline_s=float("inf"))
+            self._asker.ask("usage", self._ask_usage, deadline_s=float("inf"), patient=True)
         return self._usage
 
     def close(self, timeout_s: float) -> None:

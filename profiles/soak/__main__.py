@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from profiles.soak.checks import Tally
 
 ROOT = Path(__file__).parents[2]
+LOG = ROOT / "out" / "soak.log"
 DISK_MIB = 320
 """Size of the disk tier's filesystem; its cap lies below."""
 CAP_GIB = 0.2
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(json.dumps({name: result[name] for name in ("requests", "tiers", "faults", "broken")}, indent=1))
     print("\n".join(tally.violations[:10]), flush=True)
+    if tally.broken:
+        print(f"what the engines printed is in {chosen.log or LOG}")
     if chosen.out is not None:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -102,7 +105,9 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
 
     say = _Say()
     root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerstream-soak-")))
-    log = stack.enter_context((chosen.log or root / "engines.log").open("w", encoding="utf-8"))
+    printed_to = chosen.log or LOG
+    printed_to.parent.mkdir(parents=True, exist_ok=True)
+    log = stack.enter_context(printed_to.open("w", encoding="utf-8"))
     model = tiny_model(root / "model")
 
     def printed(line: str) -> None:
@@ -194,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m profiles.soak", description="Serve while everything goes wrong.")
     parser.add_argument("--minutes", type=float, default=10.0, help="start no engine after that many; 10 unless given")
     parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--log", type=Path, help="file for what the engines print; thrown away unless given")
+    parser.add_argument("--log", type=Path, help="file for what the engines print; out/soak.log unless given")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked and what goes wrong")
     parser.add_argument("--control", action="store_true", help="show that wrong bytes are seen: do not check them")
     return parser

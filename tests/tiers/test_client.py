@@ -54,8 +54,8 @@ class Rig:
 
     def idle(self) -> None:
         """Wait until the tier has been told and asked everything."""
-        wait_until(lambda: not self.client._asker._calls)
-        self.find([])
+        asker = self.client._asker
+        wait_until(lambda: not (asker._calls or asker._patient or asker._doing))
 
     def recover(self) -> None:
         """Have the breaker close again."""
@@ -136,6 +136,47 @@ def test_a_hung_tier_keeps_nobody_waiting_and_costs_one_deadline(rig: Rig) -> No
     second = rig.client.find(make_chain(2))
     assert second.done and second.result is None
     assert (rig.client.stats.late_answers, rig.client.stats.unasked, rig.client.stats.opened) == (1, 1, 1)
+
+
+def test_lookups_go_before_what_no_request_waits_for(rig: Rig) -> None:
+    hangs = rig.tier.index = Hangs("reserve")
+    rig.client.reserve(make_chain(1))
+    assert hangs.reached.wait(30)
+    reservations = [rig.client.reserve(make_chain(1, prompt=prompt)) for prompt in range(3)]
+    rig.client.remove(make_chain(1))
+    answer = rig.client.find(make_chain(2))
+    rig.tier.index = Hangs("reserve", "remove")
+    hangs.let_go()
+    assert rig.answered(answer) is not None
+    assert not any(each.done for each in reservations)
+
+
+def test_lookups_that_are_late_behind_others_are_misses_and_three_in_a_row_open_the_breaker(rig: Rig) -> None:
+    hangs = rig.tier.index = Hangs("reserve")
+    rig.client.reserve(make_chain(3))
+    assert hangs.reached.wait(30)
+    for prompt in range(3):
+        assert rig.client.healthy
+        late = rig.client.find(make_chain(2, prompt=prompt))
+        rig.clock.advance(0.26)
+        assert late.done and late.result is None
+    assert not rig.client.healthy
+    assert (rig.client.stats.late_answers, rig.client.stats.failures, rig.client.stats.opened) == (3, 0, 1)
+
+
+def test_a_lookup_in_time_excuses_those_that_were_late(rig: Rig) -> None:
+    for _ in range(4):
+        hangs = rig.tier.index = Hangs("reserve")
+        rig.client.reserve(make_chain(3))
+        assert hangs.reached.wait(30)
+        late = [rig.client.find(make_chain(2)) for _ in range(2)]
+        rig.clock.advance(0.26)
+        assert [each.done for each in late] == [True, True]
+        rig.tier.index = works
+        hangs.let_go()
+        rig.idle()
+        assert rig.find(make_chain(2)) is not None
+    assert rig.client.healthy and rig.client.stats.late_answers == 8
 
 
 def test_what_is_found_too_late_is_released_by_the_client(rig: Rig) -> None:

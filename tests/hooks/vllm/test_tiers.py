@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -320,6 +321,18 @@ def test_a_dead_tier_costs_its_misses_alone(make_rig: MakeRig, tier: MemoryTier)
         assert rig.scheduler.reset_prefix_cache()
     assert not rig.connector.has_pending_push_work()
     assert not tier.kept
+
+
+def test_what_waited_in_vain_for_a_dead_tier_is_told_at_the_end(
+    make_rig: MakeRig, tier: MemoryTier, told: pytest.LogCaptureFixture
+) -> None:
+    tier.alive = False
+    rig = make_rig()
+    for number in range(3):
+        served(rig, f"r{number}", prompt(2 * CHUNK * BLOCK, seed=number))
+    rig.connector.shutdown()
+    dropped = re.findall(r"(\d+) objects not written", told.text)
+    assert sum(map(int, dropped)) >= 6
 
 
 def flip(item: Item) -> None:
