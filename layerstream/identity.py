@@ -54,6 +54,9 @@ class Namespace:
     """Commit of the model repository, where known; None where `weights` names it."""
     weights: str | None
     """`fingerprint_weights` of the model's folder; None if it cannot be had."""
+    drafter: str | None
+    """`fingerprint_weights` of the folder of a model that drafts, whose layers have KV too; empty without one, None if
+    it cannot be had."""
     load_format: str
     """Where the engine takes weights from: "auto", "dummy", ..."""
     quantization: str | None
@@ -105,6 +108,8 @@ class Namespace:
             )
         if self.weights is None:
             return False, "the weights have no fingerprint: the model is not a local folder with safetensors files"
+        if self.drafter is None:
+            return False, "the drafter's weights have no fingerprint: it is not a local folder with safetensors files"
         if self.epoch:
             return False, "weights were updated in the process, so the fingerprint of the files no longer names them"
         if self.hash_seed is None:

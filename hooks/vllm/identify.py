@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from layerstream.identity import Namespace, canonical_digest, fingerprint_weights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from layerstream.geometry import KVGeometry
@@ -66,7 +66,7 @@ def namespace_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    folder = _weights_folder(vllm_config)
+    folder = _weights_folder(vllm_config, model)
     ordered = sorted(ranks, key=lambda rank: rank.rank)
     algorithm = cache.prefix_caching_hash_algo
     seed = get_none_hash_seed()
@@ -77,6 +77,7 @@ def namespace_of(
         model="" if weights else str(model.model),
         revision=None if weights else model.revision,
         weights=weights,
+        drafter=_drafter(vllm_config),
         load_format=str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)),
         quantization=model.quantization,
         model_config=canonical_digest(_without_origin(json.loads(model.hf_config.to_json_string(use_diff=False)))),
@@ -117,12 +118,20 @@ def _processor(folder: Path | None, arguments: Mapping[str, Any] | None) -> str:
     return canonical_digest([[file.name, file.read_text(errors="replace")] for file in files] + [repr(arguments)])
 
 
-def _weights_folder(vllm_config: VllmConfig) -> Path | None:
-    """Where this machine keeps the model's files, also if it was given by its name in the Hugging Face hub.
+def _drafter(vllm_config: VllmConfig) -> str | None:
+    """Fingerprint of the model that drafts; empty without one, and where it lies among the model's own files."""
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if drafter is None or drafter.model == vllm_config.model_config.model:
+        return ""
+    folder = _weights_folder(vllm_config, drafter)
+    return None if folder is None else fingerprint_weights(folder)
+
+
+def _weights_folder(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where this machine keeps a model's files, also if it was given by its name in the Hugging Face hub.
 
     Weights are loaded by the time ranks report, so what was to be downloaded is.
     """
-    model = vllm_config.model_config
     folder = Path(model.model)
     if folder.is_dir():
         return folder
