@@ -13,7 +13,7 @@ from layerstream.tiers.base import Found, IndexSite, TierIndex, Usage
 from layerstream.tiers.complaints import Complaints
 from layerstream.tiers.disk.contents import DiskContents
 from layerstream.tiers.disk.folder import DiskFolder
-from layerstream.tiers.disk.survey import DiskSurvey
+from layerstream.tiers.disk.survey import DiskSurvey, identity
 
 if TYPE_CHECKING:
     from layerstream.jobs import TierObject
@@ -88,7 +88,8 @@ class DiskIndex(TierIndex):
             missing = [not self._is_there(folder, item) for item in objects]
             self._touch(folder, [item for item, lacks in zip(objects, missing, strict=True) if not lacks])
             wanted = sum(self._site.nbytes(item.blocks) for item, lacks in zip(objects, missing, strict=True) if lacks)
-            if not self._is_listed(LIST_EVERY_S if self._shortage(folder, wanted) <= 0 else 0.0):
+            known = identity(folder) == self._survey.surveyed
+            if not self._is_listed(LIST_EVERY_S if known and self._shortage(folder, wanted) <= 0 else 0.0):
                 return (False,) * len(objects)
             room = True
             for item, lacks in zip(objects, missing, strict=True):

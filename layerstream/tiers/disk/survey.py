@@ -57,6 +57,8 @@ class DiskSurvey:
     ) -> None:
         self._folder, self._contents = folder, contents
         self._clock, self._monotonic = clock, monotonic
+        self.surveyed: tuple[int, int] | None = None
+        """Device and inode of the folder that `refresh` last went through; None if there was none."""
         self._listed_ns: dict[str, int] = {}
         self._tidied: set[str] = set()
         self._next = 0
@@ -73,11 +75,14 @@ class DiskSurvey:
         stop_at = self._monotonic() + within_s
         try:
             with self._folder.objects() as objects:
+                if (which := identity(objects)) != self.surveyed:
+                    self.surveyed, self._next = which, 0
                 while self._next < len(SHARDS):
                     if not self._look(objects, SHARDS[self._next], stop_at):
                         return False
                     self._next += 1
         except FileNotFoundError:
+            self.surveyed = None
             for shard in SHARDS:
                 self._forget(shard)
         self._next = 0
@@ -96,14 +101,17 @@ class DiskSurvey:
     def ask(self, objects: int, key: str, ranks: Iterable[int]) -> dict[int, int]:
         """Look at some ranks' files of one object, in the open `DiskFolder.objects`; rank -> bytes."""
         sizes: dict[int, int] = {}
+        # In the place of a volume that is away, what it holds is not there, and comes back with it.
+        known = self.surveyed in (None, identity(objects))
         with contextlib.suppress(*NOT_THERE), open_shard(objects, key[:2]) as folder:
             for rank in ranks:
                 found = file_status(folder, file_name(key, rank))
                 if found is not None and found.st_size >= ALIGNMENT:
                     sizes[rank] = found.st_size
-                    self._contents.put(key, rank, found.st_size, found.st_mtime_ns)
+                    if known:
+                        self._contents.put(key, rank, found.st_size, found.st_mtime_ns)
         for rank in ranks:
-            if rank not in sizes:
+            if known and rank not in sizes:
                 self._contents.drop(key, rank)
         return sizes
 
@@ -178,3 +186,9 @@ class DiskSurvey:
             remove_left_over(folder, name)
         except OSError as error:
             self._complaints.warn("LayerStream, disk tier: %s is left over, and stays: %s", name, error.strerror)
+
+
+def identity(objects: int) -> tuple[int, int]:
+    """Device and inode of an open folder."""
+    found = os.fstat(objects)
+    return found.st_dev, found.st_ino

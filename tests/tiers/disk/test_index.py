@@ -320,6 +320,27 @@ def test_a_folder_that_vanishes_is_empty_and_made_again(tmp_path: Path) -> None:
     assert engine.present(objects) == (True,) * 3
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_the_cap_holds_for_a_folder_that_was_away(tmp_path: Path, written: bool) -> None:
+    engine = DiskEngine(tmp_path / "kv", cap=10)
+    objects = loose(10)
+    assert engine.save(objects) == (True,) * 10
+    engine.wait(5)
+    assert engine.save(objects[:1]) == (False,), "it is there"
+    (tmp_path / "kv").rename(tmp_path / "away")
+    if written:
+        assert engine.save(loose(3, "meanwhile")) == (True,) * 3
+    else:
+        (tmp_path / "kv" / "v1").mkdir(parents=True)
+    assert engine.present(objects) == (False,) * 10
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "away").rename(tmp_path / "kv")
+    for each in loose(5, "after"):
+        assert engine.save([each]) == (True,)
+        assert used_bytes(engine) <= 10 * engine.object_bytes
+        engine.wait(1)
+
+
 def test_removing_takes_all_ranks_files(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "kv", ranks=2)
     objects = loose(3)
