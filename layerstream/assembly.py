@@ -39,13 +39,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def kv_geometry(tensors: Mapping[str, torch.Tensor], *, num_blocks: int, block_tokens: int) -> KVGeometry:
+def kv_geometry(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    cache_groups: Mapping[str, int] | None = None,
+) -> KVGeometry:
     """Pages of registered KV tensors, each of which counts blocks in its first dimension.
 
     Args:
         tensors: layer name -> view `[num_blocks * split, ...]`, in the order the model runs the layers.
         num_blocks: blocks as the scheduler counts them.
         block_tokens: tokens in one of them.
+        cache_groups: layer name -> KV cache group, counted from 0; None if all layers share their block ids.
 
     Raises:
         GeometryError: a layout is not understood; the message names the layer.
@@ -64,6 +71,7 @@ def kv_geometry(tensors: Mapping[str, torch.Tensor], *, num_blocks: int, block_t
         ),
         num_blocks=num_blocks,
         block_tokens=block_tokens,
+        cache_groups=() if cache_groups is None else tuple(cache_groups[name] for name in tensors),
     )
 
 
@@ -73,6 +81,7 @@ def build_engine(
     num_blocks: int,
     block_tokens: int,
     config: StreamConfig,
+    cache_groups: Mapping[str, int] | None = None,
     local_ranks: int = 1,
     rank: int = 0,
 ) -> StreamEngine:
@@ -83,6 +92,7 @@ def build_engine(
         num_blocks: see `kv_geometry`.
         block_tokens: see `kv_geometry`.
         config: the options.
+        cache_groups: see `kv_geometry`.
         local_ranks: ranks that share this host's memory.
         rank: this rank, for names.
 
@@ -91,7 +101,7 @@ def build_engine(
         PoolError: the host pool cannot be set up.
         ConfigError: an option does not fit this engine.
     """
-    geometry = kv_geometry(tensors, num_blocks=num_blocks, block_tokens=block_tokens)
+    geometry = kv_geometry(tensors, num_blocks=num_blocks, block_tokens=block_tokens, cache_groups=cache_groups)
     trace_dir = _trace_dir(config)
     storages = [storage_bytes(tensor) for tensor in tensors.values()]
     device, pinner, kernels = open_device(storages[0].device)
@@ -118,7 +128,9 @@ def build_engine(
     paths = _open_paths(device, cache, pool, kernels, config)
     warm_up(device, cache, pool, kernels)
     graph_load = None
-    if config.graph_loads and (pool.pinned or device.kind == "cpu"):
+    if config.graph_loads and len(geometry.groups) > 1:
+        logger.warning("LayerStream: graph_loads is off: a graph takes the blocks of one KV cache group only")
+    elif config.graph_loads and (pool.pinned or device.kind == "cpu"):
         graph_load = GraphLoad(device=device, cache=cache, pool=pool, kernels=kernels, max_ctas=config.max_copy_sms)
     verifier = None
     if config.verify:

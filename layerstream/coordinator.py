@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
-from layerstream.index import PrefixIndex, Span
-from layerstream.jobs import JobKind, Report, StepPlan
+from layerstream.index import PrefixIndex, Span, joined_runs
+from layerstream.jobs import GroupBlocks, JobKind, Report, StepPlan
 from layerstream.metrics import CacheStats
 from layerstream.ready_slots import ReadySlots
 from layerstream.tiering import Tiering
@@ -158,7 +158,7 @@ class Coordinator:
         """
         bad = set(block_ids)
         for flight in self._flights:
-            if flight.job.kind is JobKind.SAVE and not bad.isdisjoint(flight.job.block_ids):
+            if flight.job.kind is JobKind.SAVE and not bad.isdisjoint(flight.job.all_block_ids):
                 flight.failed = True
                 self._pool().abandon(flight.spans)
                 request = self._requests.get(flight.job.request_id)
@@ -263,7 +263,7 @@ class Coordinator:
         self,
         request_id: str,
         hashes: Sequence[bytes],
-        block_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
         *,
         num_tokens: int,
         local_tokens: int,
@@ -278,7 +278,8 @@ class Coordinator:
         Args:
             request_id: the request.
             hashes: its block hashes.
-            block_ids: its blocks in prefix order; may be longer than needed here.
+            tables: for each KV cache group the request's blocks in prefix order, -1 where a window has passed the
+                tokens; may be longer than needed here.
             num_tokens: its tokens.
             local_tokens: the engine's own hit, a multiple of the block size.
             external_tokens: tokens to load from there on: at most what `match` said, 0 for none.
@@ -302,7 +303,7 @@ class Coordinator:
         local = local_tokens // self._block_tokens
         stop = (local_tokens + external_tokens) // self._block_tokens
         if external_tokens > 0:
-            self._load(request_id, hashes, block_ids, local, stop)
+            self._load(request_id, hashes, tables, local, stop)
             request.parked_in = self.epoch if self.parked else None
         if first:
             self._stats.queried_tokens += max(0, num_tokens - local_tokens)
@@ -317,7 +318,7 @@ class Coordinator:
         request_id: str,
         hashes: Sequence[bytes],
         computed_tokens: int,
-        block_ids: Callable[[], Sequence[int]],
+        tables: Callable[[], Sequence[Sequence[int]]],
         *,
         step_tokens: int | None = None,
     ) -> None:
@@ -330,7 +331,8 @@ class Coordinator:
             request_id: the request.
             hashes: its block hashes; they may lag behind, and what has no hash is saved later.
             computed_tokens: real tokens whose KV exist once the step has run: no placeholders, no drafts.
-            block_ids: its blocks in prefix order; called only if there is something to save.
+            tables: as `admit` takes them; called only if there is something to save. Blocks that a window has passed
+                cannot be saved any more, nor can those after them: they are dropped.
             step_tokens: how many of them the step computes; None if all.
         """
         request = self._requests.get(request_id)
@@ -348,6 +350,10 @@ class Coordinator:
         request.due = self._due(request)
         if start == stop:
             return
+        blocks = tables()
+        if any(table[start] < 0 for table in blocks):
+            self._stats.dropped_blocks += stop - start
+            return
         room, spans = stop, self._index.reserve(hashes, start, stop, tenant=request.tenant)
         while spans is None and room - start > self._chunk_blocks:
             # A head of the prompt is worth having where all of it does not fit.
@@ -357,7 +363,7 @@ class Coordinator:
             self._stats.dropped_blocks += stop - start
         else:
             self._stats.dropped_blocks += stop - room
-            job_id = self._send(JobKind.SAVE, request_id, tuple(block_ids()[start:room]), spans)
+            job_id = self._send(JobKind.SAVE, request_id, [table[start:room] for table in blocks], spans)
             if self.tiering is not None:
                 self.tiering.demotions.saving(job_id, request_id, hashes, start, room)
 
@@ -469,11 +475,14 @@ class Coordinator:
         assert self._index is not None, "there are no jobs before the pool is set up"
         return self._index
 
-    def _load(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int], start: int, stop: int) -> None:
+    def _load(
+        self, request_id: str, hashes: Sequence[bytes], tables: Sequence[Sequence[int]], start: int, stop: int
+    ) -> None:
         spans = self._index.locate(hashes, start, stop) if self._index is not None else None
-        if len(block_ids) < stop:
+        given = min(map(len, tables))
+        if given < stop:
             raise TransferError(
-                f"request {request_id} is to load its blocks {start} to {stop - 1} and was given {len(block_ids)} "
+                f"request {request_id} is to load its blocks {start} to {stop - 1} and was given {given} "
                 "blocks; blocks must be allocated before they are admitted for loading"
             )
         if spans is None:
@@ -482,18 +491,27 @@ class Coordinator:
                 "host pool; only what the last match said may be loaded"
             )
         self._pool().pin(spans)
-        ids = tuple(block_ids[start:stop])
+        ids = [table[start:stop] for table in tables]
         if self.parked:
-            self._holds.hold(ids)
             self._arriving[hashes[start]] = self._send(JobKind.PARKED_LOAD, request_id, ids, spans, hashes[start])
         else:
             self._send(JobKind.LOAD, request_id, ids, spans)
 
     def _send(
-        self, kind: JobKind, request_id: str, ids: tuple[int, ...], spans: list[Span], wanted: bytes | None = None
+        self,
+        kind: JobKind,
+        request_id: str,
+        ids: Sequence[Sequence[int]],
+        spans: list[Span],
+        wanted: bytes | None = None,
     ) -> int:
+        """Make a job of blocks that pair with the spans' pages, those that a window has passed left out."""
         runs = self._pool().runs(spans)
-        return self._flights.add(kind, request_id, ids, pool_runs=runs, spans=spans, wanted=wanted).job_id
+        groups = [_without_passed(blocks, runs) for blocks in ids]
+        job = self._flights.add(kind, request_id, groups, spans=spans, wanted=wanted)
+        if kind is JobKind.PARKED_LOAD:
+            self._holds.hold(job.all_block_ids)
+        return job.job_id
 
     def _landed(self, flight: Flight) -> None:
         """A parked load has ended or was given up: requests that waited for its blocks need not any more."""
@@ -519,7 +537,18 @@ class Coordinator:
             return
         pool.unpin(flight.spans)
         if job.kind is JobKind.PARKED_LOAD:
-            self._holds.release(job.block_ids)
+            self._holds.release(job.all_block_ids)
             if not flight.overdue:
                 self._landed(flight)
                 (self._failed if flight.failed else self._received).append(job.request_id)
+
+
+def _without_passed(blocks: Sequence[int], runs: tuple[tuple[int, int], ...]) -> GroupBlocks:
+    """Blocks of one group, and the pages of those that are not -1."""
+    if min(blocks) >= 0:
+        return GroupBlocks(block_ids=tuple(blocks), pool_runs=runs)
+    pages = (page for first, count in runs for page in range(first, first + count))
+    kept = [(block, page) for block, page in zip(blocks, pages, strict=True) if block >= 0]
+    return GroupBlocks(
+        block_ids=tuple(block for block, _ in kept), pool_runs=joined_runs((page, 1) for _, page in kept)
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,13 +137,13 @@ class StreamEngine:
         batches = [jobs for jobs in (loads, saves, *((job,) for job in parked)) if jobs]
         if not batches:
             return
-        ids = [[block for job in jobs for block in job.block_ids] for jobs in batches]
         # One upload a step, however many jobs: a small copy to a GPU costs about as much as a large one.
-        table = self.device.table([block for blocks in ids for block in blocks])
+        table = self.device.table([block for jobs in batches for block in _blocks(jobs)])
         first = 0
-        for jobs, blocks in zip(batches, ids, strict=True):
-            transfer = self._transfer(plan.step, jobs, blocks, table[first : first + len(blocks)])
-            first += len(blocks)
+        for jobs in batches:
+            stop = first + sum(len(group.block_ids) for job in jobs for group in job.groups)
+            transfer = self._transfer(plan.step, jobs, table[first:stop])
+            first = stop
             if transfer.kind is JobKind.LOAD:
                 self._gated = transfer
             elif transfer.kind is JobKind.SAVE:
@@ -157,19 +157,20 @@ class StreamEngine:
             self.verifier.promoted(jobs)
         self.mover.submit(jobs)
 
-    def _transfer(self, step: int, jobs: tuple[Job, ...], ids: list[int], blocks: torch.Tensor) -> Transfer:
-        runs = [part for job in jobs for first, count in job.pool_runs for part in self.pool.split(first, count)]
-        path = self._paths.save if jobs[0].kind is JobKind.SAVE else self._paths.load(len(ids))
-        group = self._layers_per_gate or self._group_size(len(ids))
-        return Transfer.of(
-            step,
-            jobs,
-            Move(ids, blocks, runs),
-            path,
-            layers=self._layers,
-            block_bytes=self.geometry.block_bytes,
-            group=group,
-        )
+    def _transfer(self, step: int, jobs: tuple[Job, ...], table: torch.Tensor) -> Transfer:
+        """Describe what moves these jobs, whose blocks lie in `table` one KV cache group after the other."""
+        moves: list[Move | None] = []
+        first = 0
+        for groups in zip(*(job.groups for job in jobs), strict=True):
+            ids = [block for group in groups for block in group.block_ids]
+            runs = [run for group in groups for page, count in group.pool_runs for run in self.pool.split(page, count)]
+            nothing = not (ids or runs) and len(table)
+            moves.append(None if nothing else Move(ids, table[first : first + len(ids)], runs))
+            first += len(ids)
+        most = max(move.count for move in moves if move is not None)
+        path = self._paths.save if jobs[0].kind is JobKind.SAVE else self._paths.load(most)
+        group = self._layers_per_gate or self._group_size(most)
+        return Transfer.of(step, jobs, tuple(moves), path, geometry=self.geometry, group=group)
 
     def _group_size(self, blocks: int) -> int:
         layer_bytes = blocks * self.geometry.block_bytes // self._layers
@@ -189,8 +190,8 @@ class StreamEngine:
         compute = self.device.compute()
         armed = in_graph and gated is not None and self._arm(gated, compute)
         table = None
-        if gated is not None and self._graph_load is not None and self._graph_load.takes(gated.move.count):
-            table = self.device.table(self._graph_load.table(gated.move))
+        if gated is not None and self._graph_load is not None and self._graph_load.takes(gated.blocks):
+            table = self.device.table(self._graph_load.table(_only(gated.moves)))
         submitted = self.device.event()
         compute.record(submitted)
         if gated is not None:
@@ -226,7 +227,7 @@ class StreamEngine:
         load.path_name = graph.name
         self._ranges.push_load(0, self._layers - 1, graph.name, load.nbytes)
         try:
-            graph.submit(load.move, table, after=submitted, begun=begun, done=load.ended)
+            graph.submit(_only(load.moves), table, after=submitted, begun=begun, done=load.ended)
         finally:
             self._ranges.pop()
         for layer, done in enumerate(graph.layer_done):
@@ -239,7 +240,14 @@ class StreamEngine:
             begun, done = self.device.event(), self.device.event()
             self._ranges.push_load(layers[0], layers[-1], load.path.name, self._bytes(load, layers))
             try:
-                load.path.load(layers, load.move, after=load.submitted, begun=begun, done=done)
+                batches = load.batches(layers)
+                if not batches:
+                    # Windows have passed all there is of these layers.
+                    begun, done = load.submitted, load.submitted
+                for number, (some, move) in enumerate(batches):
+                    # The last one's end is the end of all, also if it breaks off: they run in their order.
+                    first, done = (self.device.event(), self.device.event()) if number else (begun, done)
+                    load.path.load(some, move, after=load.submitted, begun=first, done=done)
             except BaseException:
                 load.failed = True
                 raise
@@ -313,7 +321,11 @@ class StreamEngine:
         self.device.compute().record(written)
         self._ranges.push_save(layers[0], layers[-1], save.path.name, self._bytes(save, layers))
         try:
-            save.path.save(layers, save.move, after=written, begun=begun, joined=joined, done=done)
+            for number, (some, move) in enumerate(save.batches(layers)):
+                first = begun
+                if number:
+                    first, joined, done = (self.device.event() for _ in range(3))
+                save.path.save(some, move, after=written, begun=first, joined=joined, done=done)
         except RaceError:
             raise
         except Exception:
@@ -324,7 +336,11 @@ class StreamEngine:
         save.add(Part(layers, begun, done, joined))
 
     def _bytes(self, transfer: Transfer, layers: tuple[int, ...]) -> int:
-        return transfer.move.count * sum(self.geometry.layers[layer].page_bytes for layer in layers)
+        return sum(
+            move.count * self.geometry.layers[layer].page_bytes
+            for some, move in transfer.batches(layers)
+            for layer in some
+        )
 
     def end_step(self) -> None:
         """The forward is queued: save what no hook saved, and let nothing later overwrite blocks still being read.
@@ -405,3 +421,17 @@ class StreamEngine:
         if drained:
             self.pool.close()
         return drained
+
+
+def _blocks(jobs: Sequence[Job]) -> Iterator[int]:
+    """Block ids of jobs, one KV cache group after the other."""
+    for groups in zip(*(job.groups for job in jobs), strict=True):
+        for group in groups:
+            yield from group.block_ids
+
+
+def _only(moves: Sequence[Move | None]) -> Move:
+    """What is moved where there is one KV cache group."""
+    (move,) = moves
+    assert move is not None
+    return move

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from layerstream.index import Span
-from layerstream.jobs import Job, JobKind, Report
+from layerstream.jobs import GroupBlocks, Job, JobKind, Report
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,15 +62,29 @@ class Flights:
         self,
         kind: JobKind,
         request_id: str,
-        block_ids: tuple[int, ...],
+        groups: Sequence[GroupBlocks],
         *,
-        pool_runs: tuple[tuple[int, int], ...],
         spans: list[Span],
         wanted: bytes | None = None,
     ) -> Job:
-        """Make a job and put it into the outbox. Numbers start at 1 and never come again."""
+        """Make a job and put it into the outbox. Numbers start at 1 and never come again.
+
+        Args:
+            kind: of the job.
+            request_id: whose blocks are moved.
+            groups: what is moved of each KV cache group.
+            spans: what it reads or writes in the host pool.
+            wanted: parked loads: hash of the first block they bring.
+        """
         self._last_job += 1
-        job = Job(job_id=self._last_job, kind=kind, request_id=request_id, block_ids=block_ids, pool_runs=pool_runs)
+        job = Job(
+            job_id=self._last_job,
+            kind=kind,
+            request_id=request_id,
+            block_ids=groups[0].block_ids,
+            pool_runs=groups[0].pool_runs,
+            others=tuple(groups[1:]),
+        )
         self._due[job.job_id] = flight = Flight(job=job, spans=spans, wanted=wanted)
         self._outbox.append(flight)
         return job

@@ -59,16 +59,26 @@ class KVGeometry:
     num_blocks: int
     block_tokens: int
     """Tokens in one block, as the scheduler counts them."""
+    cache_groups: tuple[int, ...] = ()
+    """KV cache group of each layer: its layers share block ids. Empty if there is one group."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise GeometryError("no KV layers to move; register at least one attention layer")
+        if self.cache_groups and len(self.cache_groups) != len(self.layers):
+            raise GeometryError(f"{len(self.layers)} layers and the KV cache groups of {len(self.cache_groups)}")
         for layer in self.layers:
             if layer.num_pages != self.num_blocks:
                 raise GeometryError(
                     f"layer {layer.name!r} has {layer.num_pages} pages and the scheduler {self.num_blocks} blocks; "
                     "they must be equal"
                 )
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each KV cache group."""
+        of = self.cache_groups or (0,) * len(self.layers)
+        return tuple(tuple(layer for layer, its in enumerate(of) if its == group) for group in range(max(of) + 1))
 
     @property
     def block_bytes(self) -> int:

@@ -19,7 +19,7 @@ from layerstream.policies import LRU, EvictionPolicy
 from layerstream.slots import SlotAllocator
 from layerstream.tenants import Tenants
 
-__all__ = ["Chunk", "PrefixIndex", "Span"]
+__all__ = ["Chunk", "PrefixIndex", "Span", "joined_runs"]
 
 
 class PrefixIndex:
@@ -94,15 +94,7 @@ class PrefixIndex:
 
     def runs(self, spans: Iterable[Span]) -> tuple[tuple[int, int], ...]:
         """(first pool page, count) of the spans' pages in order, neighbours joined."""
-        runs: list[tuple[int, int]] = []
-        for chunk, lo, hi in spans:
-            page = chunk.slot * self.chunk_blocks + lo
-            first, count = runs[-1] if runs else (page, 0)
-            if runs and first + count == page:
-                runs[-1] = (first, count + hi - lo)
-            else:
-                runs.append((page, hi - lo))
-        return tuple(runs)
+        return joined_runs((chunk.slot * self.chunk_blocks + lo, hi - lo) for chunk, lo, hi in spans)
 
     def touch(self, hashes: Sequence[bytes], stop: int) -> None:
         """Blocks `0 .. stop - 1` were used, as far as they are published.
@@ -335,3 +327,15 @@ class PrefixIndex:
             self._policy.discard(chunk)
         else:
             self._policy.add(chunk)
+
+
+def joined_runs(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """(first, count) of runs in their order, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for page, pages in runs:
+        first, count = joined[-1] if joined else (page, 0)
+        if joined and first + count == page:
+            joined[-1] = (first, count + pages)
+        else:
+            joined.append((page, pages))
+    return tuple(joined)

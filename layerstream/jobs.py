@@ -28,10 +28,21 @@ class JobKind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBlocks:
+    """What a job moves of one KV cache group: `block_ids[i]` pairs with the i-th page of `pool_runs` read in order."""
+
+    block_ids: tuple[int, ...]
+    """Manager block ids, each >= 0, in prefix order."""
+    pool_runs: tuple[tuple[int, int], ...]
+    """(first pool page, count) of consecutive pages; counts sum to `len(block_ids)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Blocks of one request to move in one direction, over all layers.
 
-    `block_ids[i]` pairs with the i-th page of `pool_runs` read in order.
+    A pool page holds the KV of a block's tokens in the layers of every KV cache group. A group whose window has passed
+    the tokens has no block for them any more, and moves the rest.
     """
 
     job_id: int
@@ -39,9 +50,21 @@ class Job:
     kind: JobKind
     request_id: str
     block_ids: tuple[int, ...]
-    """Manager block ids, each >= 0, in prefix order."""
+    """Of the first KV cache group: see `GroupBlocks`."""
     pool_runs: tuple[tuple[int, int], ...]
-    """(first pool page, count) of consecutive pages; counts sum to `len(block_ids)`."""
+    """Of the first KV cache group: see `GroupBlocks`."""
+    others: tuple[GroupBlocks, ...] = ()
+    """The same for the model's further KV cache groups, in their order."""
+
+    @property
+    def groups(self) -> tuple[GroupBlocks, ...]:
+        """What is moved of every KV cache group."""
+        return (GroupBlocks(block_ids=self.block_ids, pool_runs=self.pool_runs), *self.others)
+
+    @property
+    def all_block_ids(self) -> tuple[int, ...]:
+        """Manager block ids over all KV cache groups."""
+        return (*self.block_ids, *(block for group in self.others for block in group.block_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +110,8 @@ class TierJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAccess:
-    """Blocks that a step's forward touches in every layer: manager block ids, repeated where requests share some."""
+    """Blocks that a step's forward touches in the layers of one KV cache group: manager block ids, repeated where
+    requests share some."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -100,8 +124,8 @@ class StepPlan:
     step: int
     jobs: tuple[Job, ...] = ()
     tier_jobs: tuple[TierJob, ...] = ()
-    model: ModelAccess | None = None
-    """Only with the option `sanitize`."""
+    model: tuple[ModelAccess, ...] | None = None
+    """For each KV cache group; only with the option `sanitize`."""
 
     @property
     def gated(self) -> bool:

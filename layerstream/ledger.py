@@ -83,12 +83,12 @@ class Ledger:
     def _count(self, transfer: Transfer) -> None:
         stats = self._stats
         if transfer.kind is JobKind.SAVE:
-            stats.save_blocks += transfer.move.count
+            stats.save_blocks += transfer.blocks
             stats.save_bytes += transfer.nbytes
             stats.save_seconds += sum(self._device.elapsed(part.begun, part.done) for part in transfer.parts)
             return
         seconds = transfer.busy_seconds(self._device)
-        stats.load_blocks += transfer.move.count
+        stats.load_blocks += transfer.blocks
         stats.load_bytes += transfer.nbytes
         stats.load_seconds += seconds
         if transfer.kind is JobKind.LOAD and not transfer.in_graph:
@@ -119,7 +119,7 @@ class Ledger:
         return Timeline(
             step=transfer.step,
             requests=transfer.requests,
-            blocks=transfer.move.count,
+            blocks=transfer.blocks,
             nbytes=transfer.nbytes,
             layers=tuple(
                 LayerTimes(

@@ -37,6 +37,7 @@ class Sanitizer:
         """
         self._device = device
         self._layers = geometry.layers
+        self._cache_groups = geometry.cache_groups or (0,) * len(geometry.layers)
         self._storages = tuple(storages)
         parts = [storage[layer.offset : layer.end] for layer, storage in zip(self._layers, self._storages, strict=True)]
         starts = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
@@ -44,7 +45,7 @@ class Sanitizer:
         for layer, part in zip(self._layers, parts, strict=True):
             # Where layers lie between each other's pages, an address alone does not tell whose it is.
             device.label(part, f"KV of layer {layer.name}" if apart else "KV cache")
-        self._access: ModelAccess | None = None
+        self._access: tuple[ModelAccess, ...] | None = None
         self._written: set[int] = set()
         self._read: set[int] = set()
 
@@ -54,8 +55,8 @@ class Sanitizer:
             for index, layer in enumerate(self._layers):
                 self._device.label(pool.span(index, first, pool.pages_per_segment), f"host pool, layer {layer.name}")
 
-    def begin_step(self, access: ModelAccess | None) -> None:
-        """Take what the model of this step touches; None if nobody knows."""
+    def begin_step(self, access: tuple[ModelAccess, ...] | None) -> None:
+        """Take what the model of this step touches of each KV cache group; None if nobody knows."""
         self._access = access
         self._written.clear()
         self._read.clear()
@@ -68,7 +69,7 @@ class Sanitizer:
         """
         if self._access is not None and layer not in self._written:
             self._written.add(layer)
-            self._declare(layer, "the model's KV writes", writes=self._access.writes)
+            self._declare(layer, "the model's KV writes", writes=self._access[self._cache_groups[layer]].writes)
 
     def read(self, layer: int) -> None:
         """The model queues its reads of a layer from here on.
@@ -79,7 +80,7 @@ class Sanitizer:
         self.wrote(layer)
         if self._access is not None and layer not in self._read:
             self._read.add(layer)
-            self._declare(layer, "attention", reads=self._access.reads)
+            self._declare(layer, "attention", reads=self._access[self._cache_groups[layer]].reads)
 
     def end_step(self) -> None:
         """The forward is queued: layers whose hooks did not run were touched in it.

@@ -11,6 +11,9 @@ from layerstream.pipeline.base import layer_groups
 from layerstream.timeline import busy_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from layerstream.geometry import KVGeometry
     from layerstream.pipeline.base import Move, TransferPath
     from layerstream.streams.base import Device, Event
 
@@ -40,7 +43,10 @@ class Transfer:
     step: int
     kind: JobKind
     jobs: tuple[Job, ...]
-    move: Move
+    moves: tuple[Move | None, ...]
+    """For each KV cache group; None where windows have passed all of its blocks."""
+    cache_groups: tuple[int, ...]
+    """KV cache group of each layer."""
     path: TransferPath
     path_name: str
     """How the blocks travel, for profilers."""
@@ -69,24 +75,42 @@ class Transfer:
         cls,
         step: int,
         jobs: tuple[Job, ...],
-        move: Move,
+        moves: tuple[Move | None, ...],
         path: TransferPath,
         *,
-        layers: int,
-        block_bytes: int,
+        geometry: KVGeometry,
         group: int,
     ) -> Transfer:
         """Describe the move of `jobs` by `path`, `group` layers at a time."""
+        cache_groups = geometry.cache_groups or (0,) * len(geometry.layers)
+        counts = [0 if move is None else move.count for move in moves]
         return cls(
             step=step,
             kind=jobs[0].kind,
             jobs=jobs,
-            move=move,
+            moves=moves,
+            cache_groups=cache_groups,
             path=path,
             path_name=path.name,
-            nbytes=move.count * block_bytes,
-            groups=layer_groups(layers, group),
+            nbytes=sum(
+                layer.page_bytes * counts[its] for layer, its in zip(geometry.layers, cache_groups, strict=True)
+            ),
+            groups=layer_groups(len(geometry.layers), group),
         )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks it moves in the KV cache group that has most."""
+        return max(move.count for move in self.moves if move is not None)
+
+    def batches(self, layers: Sequence[int]) -> list[tuple[Sequence[int], Move]]:
+        """Cut layers by KV cache group, those with nothing to move left out: each part with what it moves."""
+        if len(self.moves) == 1 and self.moves[0] is not None:
+            return [(layers, self.moves[0])]
+        parts: dict[int, list[int]] = {}
+        for layer in layers:
+            parts.setdefault(self.cache_groups[layer], []).append(layer)
+        return [(part, move) for group, part in parts.items() if (move := self.moves[group]) is not None]
 
     @property
     def requests(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ For debugging and for tests: it reads blocks back to the host at the end of the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -53,9 +54,11 @@ class Verifier:
         import xxhash
 
         self._hash = xxhash.xxh3_64
-        self._saved: dict[int, int] = {}
-        self._promoted: set[int] = set()
-        """Pages whose bytes came from a tier, where their checksums were compared."""
+        self._groups = geometry.groups
+        self._saved: dict[tuple[int, int], int] = {}
+        """KV cache group and page -> fingerprint of what was saved there."""
+        self._promoted: set[tuple[int, int]] = set()
+        """KV cache groups and pages whose bytes came from a tier, where their checksums were compared."""
         self.compared = dict.fromkeys(JobKind, 0)
         """Blocks compared so far, by the kind of job that moved them."""
 
@@ -75,25 +78,28 @@ class Verifier:
         compared = 0
         for transfer in transfers:
             for job in transfer.jobs:
-                pages = [first + i for first, count in job.pool_runs for i in range(count)]
-                for block, page in zip(job.block_ids, pages, strict=True):
-                    self._compare(job.kind, job.request_id, block, page)
-                    self.compared[job.kind] += 1
-                    compared += 1
+                for group, moved in enumerate(job.groups):
+                    pages = [first + i for first, count in moved.pool_runs for i in range(count)]
+                    for block, page in zip(moved.block_ids, pages, strict=True):
+                        self._compare(job.kind, job.request_id, group, block, page)
+                        self.compared[job.kind] += 1
+                        compared += 1
         return compared
 
     def promoted(self, jobs: Sequence[TierJob]) -> None:
         """Tiers bring other bytes into these jobs' pages than were saved there before."""
         for job in jobs:
             if job.kind is JobKind.PROMOTE:
-                self._promoted.update(first + i for first, count in job.pool_runs for i in range(count))
+                pages = (first + i for first, count in job.pool_runs for i in range(count))
+                self._promoted.update(itertools.product(range(len(self._groups)), pages))
 
-    def _compare(self, kind: JobKind, request: str, block: int, page: int) -> None:
-        cached, stored = self._block_fingerprint(block), self._page_fingerprint(page)
+    def _compare(self, kind: JobKind, request: str, group: int, block: int, page: int) -> None:
+        layers, place = self._groups[group], (group, page)
+        cached, stored = self._block_fingerprint(layers, block), self._page_fingerprint(layers, page)
         if kind is JobKind.SAVE:
-            self._saved[page] = cached
-            self._promoted.discard(page)
-        expected = stored if page in self._promoted else self._saved.get(page)
+            self._saved[place] = cached
+            self._promoted.discard(place)
+        expected = stored if place in self._promoted else self._saved.get(place)
         if cached == stored == expected:
             return
         what = "saved" if kind is JobKind.SAVE else "restored"
@@ -103,17 +109,18 @@ class Verifier:
             "please report this with the engine's layout and versions"
         )
 
-    def _block_fingerprint(self, block: int) -> int:
+    def _block_fingerprint(self, layers: Sequence[int], block: int) -> int:
         digest = self._hash()
         table = self._device.table([block])
-        for layer, storage in zip(self._geometry.layers, self._storages, strict=True):
-            packed = self._device.empty(layer.page_bytes)
-            self._gather(packed, storage, layer, table)
+        for layer in layers:
+            pages = self._geometry.layers[layer]
+            packed = self._device.empty(pages.page_bytes)
+            self._gather(packed, self._storages[layer], pages, table)
             digest.update(packed.cpu().numpy().data)
         return digest.intdigest()
 
-    def _page_fingerprint(self, page: int) -> int:
+    def _page_fingerprint(self, layers: Sequence[int], page: int) -> int:
         digest = self._hash()
-        for layer in range(len(self._geometry.layers)):
+        for layer in layers:
             digest.update(self._pool.span(layer, page, 1).numpy().data)
         return digest.intdigest()

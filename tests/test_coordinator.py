@@ -82,7 +82,7 @@ class Rig:
         self.coordinator.admit(
             name,
             hashes,
-            ids,
+            [ids],
             num_tokens=tokens,
             local_tokens=local * B,
             external_tokens=external * B,
@@ -92,7 +92,7 @@ class Rig:
     def observe(self, name: str, hashes: list[bytes], computed: int | None = None) -> None:
         """The request is in a step; `computed` in blocks."""
         blocks = len(hashes) if computed is None else computed
-        self.coordinator.observe(name, hashes, blocks * B, lambda: self.blocks[name])
+        self.coordinator.observe(name, hashes, blocks * B, lambda: [self.blocks[name]])
 
     def jobs(self) -> tuple[Job, ...]:
         plan = self.coordinator.plan()
@@ -548,7 +548,7 @@ def test_a_promise_that_cannot_be_kept_names_its_request() -> None:
     rig.save("a", prompt)
     with pytest.raises(TransferError, match="request short is to load its blocks 0 to 1 and was given 1 blocks"):
         rig.coordinator.admit(
-            "short", prompt, [1], num_tokens=33, local_tokens=0, external_tokens=32, num_prompt_tokens=33
+            "short", prompt, [[1]], num_tokens=33, local_tokens=0, external_tokens=32, num_prompt_tokens=33
         )
     assert rig.jobs() == ()
 

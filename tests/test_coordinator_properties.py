@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import pickle
@@ -145,7 +144,7 @@ class Gated(RuleBasedStateMachine):
         self.coordinator.admit(
             name,
             hashes,
-            ids,
+            [ids],
             num_tokens=tokens,
             local_tokens=local * B,
             external_tokens=external * B,
@@ -169,7 +168,7 @@ class Gated(RuleBasedStateMachine):
                 continue
             computed = min(life.computed + length, len(life.hashes))
             computing.append((life, range(life.computed, computed)))
-            self.coordinator.observe(name, life.hashes, computed * B, functools.partial(getattr, life, "ids"))
+            self.coordinator.observe(name, life.hashes, computed * B, lambda life=life: [life.ids])
             life.computed = computed
         plan = self.coordinator.plan()
         jobs = plan.jobs if plan is not None else ()
@@ -266,7 +265,7 @@ class Gated(RuleBasedStateMachine):
         self.coordinator.admit(
             name,
             life.hashes,
-            life.ids,
+            [life.ids],
             num_tokens=len(life.hashes) * B + 1,
             local_tokens=0,
             external_tokens=0,
@@ -347,7 +346,13 @@ class Gated(RuleBasedStateMachine):
         fill = chain(f"fill {block}" for block in range(SLOTS * CHUNK))
         self.lives = {"fill": Life(fill, list(range(10_000, 10_000 + len(fill))), 0)}
         self.coordinator.admit(
-            "fill", fill, self.lives["fill"].ids, num_tokens=99, local_tokens=0, external_tokens=0, num_prompt_tokens=99
+            "fill",
+            fill,
+            [self.lives["fill"].ids],
+            num_tokens=99,
+            local_tokens=0,
+            external_tokens=0,
+            num_prompt_tokens=99,
         )
         self.step({"fill": len(fill)})
         assert self.coordinator.take_stats().dropped_blocks == 0, "something can never be evicted again"

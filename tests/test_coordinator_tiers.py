@@ -213,7 +213,7 @@ class Serving(RuleBasedStateMachine):
         life.parked = False
         ids = self.rig.blocks[name]
         self.rig.coordinator.admit(
-            name, life.hashes, ids, num_tokens=len(life.hashes) * B + 1, local_tokens=0, external_tokens=0,
+            name, life.hashes, [ids], num_tokens=len(life.hashes) * B + 1, local_tokens=0, external_tokens=0,
             num_prompt_tokens=len(life.hashes) * B + 1,
         )  # fmt: skip
 

@@ -46,8 +46,8 @@ def build(tensors: dict[str, torch.Tensor], **options: object) -> StreamEngine:
     return build_engine(tensors, num_blocks=BLOCKS, block_tokens=TOKENS, config=config)
 
 
-def access(blocks: Sequence[int], *, written: bool) -> ModelAccess:
-    return ModelAccess(reads=tuple(blocks), writes=tuple(blocks) if written else ())
+def access(blocks: Sequence[int], *, written: bool) -> tuple[ModelAccess]:
+    return (ModelAccess(reads=tuple(blocks), writes=tuple(blocks) if written else ()),)
 
 
 @pytest.mark.parametrize("path", ["staged", "zero_copy", "batch_dma"])
@@ -63,7 +63,7 @@ def test_every_layout_is_exact(path: str, group: int | None, sanitize: bool) -> 
         save._piece_bytes = 2 * max(layer.page_bytes for layer in engine.geometry.layers)
     dice, numbers, names = random.Random(1), itertools.count(1), list(tensors)
 
-    def step(moved: Job, model: ModelAccess, order: Sequence[int]) -> None:
+    def step(moved: Job, model: tuple[ModelAccess], order: Sequence[int]) -> None:
         engine.begin_step(StepPlan(step=moved.job_id, jobs=(moved,), model=model if sanitize else None))
         engine.start_loads(layerwise=True)
         for layer in order:

@@ -66,7 +66,7 @@ def test_the_models_writes_come_before_the_gate_and_its_reads_behind_it(monkeypa
         tell(name)
     monkeypatch.setattr(rig.engine, "_pass_gates", gates)
     model = ModelAccess(reads=(3,), writes=(4,))
-    rig.engine.begin_step(StepPlan(step=2, jobs=(job(1, JobKind.LOAD, [3], (0, 1)),), model=model))
+    rig.engine.begin_step(StepPlan(step=2, jobs=(job(1, JobKind.LOAD, [3], (0, 1)),), model=(model,)))
     rig.engine.start_loads(layerwise=True)
     told.clear()
     rig.engine.wait_layer(0)
@@ -80,7 +80,7 @@ def test_a_step_without_jobs_is_followed_by_the_sanitizer() -> None:
     rig = VirtualRig("zero_copy")
     other = rig.device.stream("other", priority=0)
     other.copy(rig.kv[0].view(torch.uint8).flatten()[:64], torch.zeros(64, dtype=torch.uint8))
-    rig.engine.begin_step(StepPlan(step=1, model=ModelAccess(reads=(0,), writes=())))
+    rig.engine.begin_step(StepPlan(step=1, model=(ModelAccess(reads=(0,), writes=()),)))
     rig.engine.end_step()
     assert rig.races
 
@@ -103,7 +103,7 @@ def test_a_save_is_over_before_its_blocks_are_written_again_whatever_hooks_ran(
         blocks, pages = dice.sample(range(virtual_rig.BLOCKS), 7), dice.sample(range(virtual_rig.PAGES), 7)
         save = job(step, JobKind.SAVE, blocks, *runs(pages))
         model = ModelAccess(reads=tuple(blocks), writes=tuple(blocks))
-        rig.engine.begin_step(StepPlan(step=step, jobs=(save,), model=model))
+        rig.engine.begin_step(StepPlan(step=step, jobs=(save,), model=(model,)))
         rig.steps += 1
         written: set[int] = set()
         for layer in dice.choices(layers, k=dice.randint(0, 6)):

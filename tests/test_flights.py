@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerstream.flights import Flights
-from layerstream.jobs import Job, JobKind, Report
+from layerstream.jobs import GroupBlocks, Job, JobKind, Report
 
 
 class Clock:
@@ -19,7 +19,7 @@ def make(ranks: int = 2) -> tuple[Flights, Clock]:
 
 
 def add(flights: Flights, name: str = "r") -> Job:
-    return flights.add(JobKind.SAVE, name, (1, 2), pool_runs=((4, 2),), spans=[])
+    return flights.add(JobKind.SAVE, name, [GroupBlocks(block_ids=(1, 2), pool_runs=((4, 2),))], spans=[])
 
 
 def test_numbers_never_come_again() -> None:

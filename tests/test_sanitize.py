@@ -65,7 +65,7 @@ def of(*layers: int) -> list[str]:
 
 
 def test_each_layer_is_declared_once_a_step(device: Told, sanitizer: Sanitizer) -> None:
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     for layer in (0, 0, 1, 0):
         sanitizer.wrote(layer)
         sanitizer.read(layer)
@@ -73,13 +73,13 @@ def test_each_layer_is_declared_once_a_step(device: Told, sanitizer: Sanitizer) 
     assert device.taken() == of(0, 1)
     sanitizer.end_step()
     assert device.taken() == of(2), "a layer whose hooks did not run"
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     sanitizer.read(0)
     assert device.taken() == of(0), "writes come before reads, also where only those were told"
 
 
 def test_hooks_may_come_in_any_order(device: Told, sanitizer: Sanitizer) -> None:
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     for layer in (2, 0, 1):
         sanitizer.wrote(layer)
     for layer in (1, 2, 0):
@@ -90,7 +90,7 @@ def test_hooks_may_come_in_any_order(device: Told, sanitizer: Sanitizer) -> None
 
 
 def test_a_full_step_is_declared_at_its_end(device: Told, sanitizer: Sanitizer) -> None:
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     assert device.taken() == []
     sanitizer.end_step()
     assert device.taken() == of(0, 1, 2)
@@ -106,7 +106,7 @@ def test_a_step_whose_model_is_unknown_declares_nothing(device: Told, sanitizer:
 
 def test_nothing_is_declared_after_a_step_or_before_the_first(device: Told, sanitizer: Sanitizer) -> None:
     sanitizer.read(0)
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     sanitizer.end_step()
     assert device.taken() == of(0, 1, 2)
     sanitizer.wrote(0)
@@ -117,7 +117,7 @@ def test_nothing_is_declared_after_a_step_or_before_the_first(device: Told, sani
 def test_every_run_of_the_steps_blocks_is_declared_and_nothing_else(
     device: Told, sanitizer: Sanitizer, kv: list[torch.Tensor]
 ) -> None:
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     sanitizer.read(1)
     (_, no_reads, writes), (_, reads, no_writes) = device.told
     base = kv[1].untyped_storage().data_ptr()
@@ -138,7 +138,7 @@ def test_every_run_of_the_steps_blocks_is_declared_and_nothing_else(
 def test_a_race_names_the_layer(device: Told, sanitizer: Sanitizer, kv: list[torch.Tensor]) -> None:
     other = device.stream("other", priority=0)
     other.copy(storage_bytes(kv[2])[4 * 32 : 5 * 32], torch.zeros(32, dtype=torch.uint8))
-    sanitizer.begin_step(ACCESS)
+    sanitizer.begin_step((ACCESS,))
     sanitizer.end_step()
     (race,) = device.races
     assert race.memory == "KV of layer l2 + 0x80"
@@ -160,7 +160,7 @@ def engine() -> Iterator[StreamEngine]:
 def step(engine: StreamEngine, number: int, kind: JobKind, blocks: tuple[int, ...], *, writes: bool = False) -> None:
     job = Job(job_id=number, kind=kind, request_id="r", block_ids=blocks, pool_runs=((0, len(blocks)),))
     model = ModelAccess(reads=blocks, writes=blocks if writes else ())
-    engine.begin_step(StepPlan(step=number, jobs=(job,), model=model))
+    engine.begin_step(StepPlan(step=number, jobs=(job,), model=(model,)))
     if kind is JobKind.LOAD:
         engine.start_loads(layerwise=True)
     for layer in range(LAYERS):

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from layerstream.graphs.mode import GateMode, gate_mode, replays_full_graph
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+_FULL = (FullAttentionSpec, MLAAttentionSpec)
+_WINDOWED = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of KV that are streamed. Others derive from these and keep something else in their blocks, so types must be
+equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """The KV cache groups that are streamed: those in which prefixes are cached."""
+
+    ids: tuple[int, ...]
+    """Their places among all groups, as vLLM counts them."""
+    layers: Mapping[str, int]
+    """Layer -> place of its group in `ids`, in the order the model runs the layers."""
+    windowed: tuple[bool, ...]
+    """For each, whether its blocks are given up once a window has passed them."""
+    block_tokens: int
+    """Tokens in a block, the same in all of them."""
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -25,22 +54,59 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         size = getattr(parallel, name, 1)
         if size > 1:
             return f"{name} is {size}; only 1 is supported"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        return f"the model has {len(groups)} KV cache groups ({kinds}); exactly one full-attention group is supported"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        return f"its KV cache group is {type(spec).__name__}; only FullAttentionSpec is supported"
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
-    if hash_tokens != spec.block_size:
-        return f"blocks are hashed every {hash_tokens} tokens and hold {spec.block_size}; the two must be equal"
+    groups = _prefix_groups(kv_cache_config)
+    if not groups:
+        return "the model has no KV cache group in which prefixes are cached"
+    for _, group in groups:
+        for spec in _layer_specs(group.kv_cache_spec):
+            if type(spec) not in (*_FULL, *_WINDOWED):
+                allowed = ", ".join(kind.__name__ for kind in (*_FULL, *_WINDOWED))
+                return f"a KV cache group is {type(spec).__name__}; {allowed} are supported"
+    sizes = {group.kv_cache_spec.block_size for _, group in groups}
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
+    step_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    if len(sizes | {tokens for tokens in (hash_tokens, step_tokens) if tokens}) > 1:
+        return (
+            f"its KV cache groups have blocks of {', '.join(map(str, sorted(sizes)))} tokens, hashed every "
+            f"{hash_tokens} and hit every {step_tokens}; all must be equal"
+        )
     return None
 
 
-def cache_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
-    """The one group of a supported engine."""
-    return kv_cache_config.kv_cache_groups[0]
+def cache_groups(kv_cache_config: KVCacheConfig) -> CacheGroups:
+    """The groups of a supported engine."""
+    groups = _prefix_groups(kv_cache_config)
+    layers = [(name, place) for place, (_, group) in enumerate(groups) for name in group.layer_names]
+    if len(groups) > 1:
+        # A group's layers are in the order of the model; those of several are merged by their numbers.
+        layers.sort(key=lambda layer: _layer_number(layer[0]))
+    return CacheGroups(
+        ids=tuple(number for number, _ in groups),
+        layers=dict(layers),
+        windowed=tuple(
+            any(type(spec) in _WINDOWED for spec in _layer_specs(group.kv_cache_spec)) for _, group in groups
+        ),
+        block_tokens=groups[0][1].kv_cache_spec.block_size,
+    )
+
+
+def _prefix_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupSpec]]:
+    return [
+        (number, group)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True) and getattr(group, "enable_kv_transfer", True)
+    ]
+
+
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """The specs of a group's layers."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _layer_number(name: str) -> int:
+    """The first number in a layer's name."""
+    digits = re.search(r"\d+", name)
+    return int(digits[0]) if digits else sys.maxsize
 
 
 def hooks_tell_layers(vllm_config: VllmConfig) -> bool:

@@ -13,6 +13,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
+from layerstream.hooks.vllm.compat import cache_groups
 from layerstream.identity import Namespace, canonical_digest, fingerprint_weights
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def namespace_of(
         ConfigError: a safetensors file of the model is damaged.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    groups = cache_groups(kv_cache_config)
     folder = _weights_folder(vllm_config, model)
     ordered = sorted(ranks, key=lambda rank: rank.rank)
     algorithm = cache.prefix_caching_hash_algo
@@ -88,8 +89,8 @@ def namespace_of(
         layout=str(kv_cache_config.kv_cache_layout),
         attention_backend=",".join(sorted({rank.attention_backend for rank in ordered})),
         isa=",".join(sorted({rank.isa for rank in ordered if rank.isa})) or None,
-        block_tokens=spec.block_size,
-        hash_block_tokens=kv_cache_config.hash_block_size or spec.block_size,
+        block_tokens=groups.block_tokens,
+        hash_block_tokens=kv_cache_config.hash_block_size or groups.block_tokens,
         hash_algorithm=algorithm,
         hash_seed=None if algorithm in _RANDOM_SEED_HASHES and "PYTHONHASHSEED" not in os.environ else seed,
         tp_size=parallel.tensor_parallel_size,

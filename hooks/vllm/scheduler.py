@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from layerstream.coordinator import Coordinator
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.hooks.vllm.block_hashes import BlockHashes
-from layerstream.hooks.vllm.compat import cache_group, unsupported
+from layerstream.hooks.vllm.compat import cache_groups, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.jobs import ModelAccess, StepPlan
@@ -87,8 +87,8 @@ class SchedulerHalf:
             logger.warning("LayerStream is off for this engine, which runs as without it: %s", reason)
             return
         self._world_size = vllm_config.parallel_config.world_size
-        block_tokens = cache_group(kv_cache_config).kv_cache_spec.block_size
-        self._block_tokens = block_tokens
+        self._groups = cache_groups(kv_cache_config)
+        block_tokens = self._block_tokens = self._groups.block_tokens
         self._chunk_blocks = config.chunk_blocks(block_tokens)
         self._coordinator = Coordinator(
             chunk_blocks=self._chunk_blocks,
@@ -225,7 +225,7 @@ class SchedulerHalf:
         self._coordinator.admit(
             request.request_id,
             self._hashes.of(request),
-            blocks.get_block_ids()[0],
+            self._tables(blocks.get_block_ids()),
             num_tokens=request.num_tokens,
             num_prompt_tokens=request.num_prompt_tokens,
             local_tokens=self._asked.pop(request.request_id, 0),
@@ -263,25 +263,40 @@ class SchedulerHalf:
                 self._hashes.of(request),
                 # Scheduled tokens include drafts and placeholders; only tokens that are known have final KV.
                 min(request.num_computed_tokens + scheduled, request.num_tokens),
-                lambda request_id=request_id: state.resolve_block_ids(request_id)[0],  # type: ignore[misc]
+                lambda request_id=request_id: self._tables(state.resolve_block_ids(request_id)),  # type: ignore[misc]
                 step_tokens=scheduled,
             )
 
-    def _model_access(self, output: SchedulerOutput) -> ModelAccess:
-        """Blocks that attention reads in this step, and those among them that get the KV of the step's tokens."""
+    def _tables(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
+        """A request's blocks in each group that is streamed, -1 where a window has passed them.
+
+        vLLM puts its null block there, which belongs to nobody.
+        """
+        tables = [block_ids[number] for number in self._groups.ids]
+        if not any(self._groups.windowed):
+            return tables
+        assert self._holds.pool is not None
+        null = self._holds.pool.null_block.block_id
+        return [
+            [-1 if block == null else block for block in table] if windowed else table
+            for table, windowed in zip(tables, self._groups.windowed, strict=True)
+        ]
+
+    def _model_access(self, output: SchedulerOutput) -> tuple[ModelAccess, ...]:
+        """Of each group: blocks that attention reads in this step, and those that get the KV of the step's tokens."""
         state, size = output.kv_connector_block_state, self._block_tokens
-        reads: list[int] = []
-        writes: list[int] = []
+        reads: list[list[int]] = [[] for _ in self._groups.ids]
+        writes: list[list[int]] = [[] for _ in self._groups.ids]
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            blocks = state.resolve_block_ids(request_id)[0]
             computed = request.num_computed_tokens
             stop = -(-(computed + scheduled) // size)
-            reads += blocks[:stop]
-            writes += blocks[computed // size : stop]
-        return ModelAccess(reads=tuple(reads), writes=tuple(writes))
+            for place, blocks in enumerate(self._tables(state.resolve_block_ids(request_id))):
+                reads[place] += [block for block in blocks[:stop] if block >= 0]
+                writes[place] += [block for block in blocks[computed // size : stop] if block >= 0]
+        return tuple(ModelAccess(reads=tuple(r), writes=tuple(w)) for r, w in zip(reads, writes, strict=True))
 
     def _tick(self) -> None:
         """Deadlines of jobs count the engine's time: a rank that computes for minutes cannot answer meanwhile."""

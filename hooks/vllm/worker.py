@@ -12,7 +12,7 @@ from layerstream.assembly import build_engine
 from layerstream.errors import GeometryError
 from layerstream.graphs.mode import GateMode
 from layerstream.hooks.layer_gate import LayerGate
-from layerstream.hooks.vllm.compat import cache_group, forward_gate_mode, hooks_tell_layers, unsupported
+from layerstream.hooks.vllm.compat import cache_groups, forward_gate_mode, hooks_tell_layers, unsupported
 from layerstream.hooks.vllm.identify import attention_of, geometry_digest
 from layerstream.jobs import RankInfo, Report, StepPlan
 
@@ -48,26 +48,27 @@ class WorkerHalf:
         """Set up pool, streams and engine over the KV caches of this rank.
 
         Raises:
-            GeometryError: a layer's layout is not understood, or a layer of the group is not registered.
+            GeometryError: a layer's layout is not understood, or a layer of a group is not registered.
             PoolError: the host pool cannot be set up.
         """
         if unsupported(self._vllm_config, self._kv_cache_config) is not None:
             return
-        group = cache_group(self._kv_cache_config)
-        missing = [name for name in group.layer_names if name not in kv_caches]
+        groups = cache_groups(self._kv_cache_config)
+        missing = [name for name in groups.layers if name not in kv_caches]
         if missing:
-            raise GeometryError(f"layers {', '.join(missing)} are in the KV cache group and were not registered")
+            raise GeometryError(f"layers {', '.join(missing)} are in a KV cache group and were not registered")
         parallel = self._vllm_config.parallel_config
         self.engine = build_engine(
-            # Layers that share another layer's KV are registered too, and are not in the group.
-            {name: kv_caches[name] for name in group.layer_names},
+            # Layers that share another layer's KV are registered too, and are in no group.
+            {name: kv_caches[name] for name in groups.layers},
             num_blocks=self._kv_cache_config.num_blocks,
-            block_tokens=group.kv_cache_spec.block_size,
+            block_tokens=groups.block_tokens,
+            cache_groups=groups.layers if len(groups.ids) > 1 else None,
             config=self._config,
             local_ranks=parallel.world_size * parallel.data_parallel_size_local,
             rank=parallel.rank,
         )
-        self._gate = LayerGate(self.engine, group.layer_names)
+        self._gate = LayerGate(self.engine, list(groups.layers))
         self._captures_waits = self._hooks_tell_layers and self.engine.in_graph is not None
 
     def info(self) -> RankInfo | None:

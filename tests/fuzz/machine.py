@@ -66,6 +66,7 @@ setups = st.builds(
     chunk_blocks=st.sampled_from((1, 2, 4)),
     step_tokens=st.sampled_from((24, 48, 96, 256)),
     load_mode=st.sampled_from(("layerwise", "parked")),
+    windows=st.sampled_from(((None,), (None,), (None,), (24,), (None, 24), (None, 16, 40), (20, None))),
     path=st.sampled_from(("staged", "zero_copy", "batch_dma", "graph")),
     layers_per_gate=st.sampled_from((None, 1, 2)),
     save_decode=often,
@@ -402,7 +403,8 @@ class ServingMachine(RuleBasedStateMachine):
     @property
     def _room(self) -> int:
         """Tokens of the longest sequence that the pool can hold, as vLLM's max_model_len sees to."""
-        return (self.rig.setup.blocks - 2) * BLOCK - 2 * self.rig.setup.drafts - 2
+        setup = self.rig.setup
+        return (setup.blocks - 2) // len(setup.windows) * BLOCK - 2 * setup.drafts - 2
 
     def _count(self) -> None:
         stats = self.rig.coordinator.take_stats()

@@ -50,4 +50,7 @@ def check_tiers_idle(coordinator: Coordinator) -> None:
     assert not fetches.owners and not +fetches.moving
     assert not (demotions._requests or demotions._saves or demotions._waiting)
     for queue in demotions.queues:
-        assert not (queue._queue or queue._asked or queue._queued or queue._taken or queue._under_way)
+        waiting = [one.key for entry in queue._queue for one in entry.objects]
+        assert not waiting or not queue._well, "a tier that is well does not get what waits for it"
+        assert queue._queued == len(waiting) and queue._under_way == set(waiting)
+        assert not queue._asked and not queue._taken

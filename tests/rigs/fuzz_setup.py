@@ -31,6 +31,8 @@ class Setup:
     chunk_blocks: int = 2
     step_tokens: int = 96
     load_mode: str = "layerwise"
+    windows: tuple[int | None, ...] = (None,)
+    """For each KV cache group the tokens that attention sees; None: all."""
     path: str = "staged"
     """A transfer path, or "graph"."""
     layers_per_gate: int | None = None

@@ -64,8 +64,8 @@ class Span:
     """Of the request when it was scheduled: more of them later mean that its output is stale."""
     start: int
     stop: int
-    blocks: torch.Tensor
-    """Block of each position below `stop`."""
+    blocks: tuple[torch.Tensor, ...]
+    """For each KV cache group the block of each position below `stop`; nobody's where a window has passed it."""
     numbers: torch.Tensor
     output: list[int] = field(default_factory=list)
     """Tokens sampled: drafts that were right, and one more."""
@@ -74,12 +74,12 @@ class Span:
 
     @classmethod
     def of(
-        cls, life: Life, block_ids: Sequence[int], *, start: int, scheduled: int, drafts: Sequence[int], samples: bool
+        cls, life: Life, block_ids: Sequence[Sequence[int]], *, start: int, scheduled: int, drafts: Sequence[int], samples: bool
     ) -> Span:
         """
         Args:
             life: whose step it is.
-            block_ids: of the request.
+            block_ids: of the request, for each KV cache group.
             start: first position computed.
             scheduled: positions computed, drafts included.
             drafts: tokens that are guessed, last among them.
@@ -95,7 +95,7 @@ class Span:
             life.request.num_preemptions,
             start,
             stop,
-            torch.tensor(block_ids)[torch.arange(stop) // BLOCK],
+            tuple(torch.tensor(table)[torch.arange(stop) // BLOCK] for table in block_ids),
             torch.tensor(life.numbers(known, drafts), dtype=torch.int64),
             output=[life.token(position) for position in range(known, known + right + 1)] if samples else [],
             rejected=len(drafts) - right,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -61,16 +61,33 @@ class SchedulerRig:
         ranks: int = 1,
         prefix_caching: bool = True,
         kv_role: str = "kv_both",
+        windows: Sequence[int | None] = (None,),
     ) -> None:
+        """
+        Args:
+            folder: for the model's config.
+            options: of the connector.
+            num_blocks: of vLLM's pool.
+            step_tokens: most tokens a step computes.
+            ranks: of the engine.
+            prefix_caching: vLLM's own.
+            kv_role: of the connector.
+            windows: for each KV cache group the tokens that attention sees; None: all. Layers take turns.
+        """
         options = {"sanitize": True, **options}
         register()
         init_none_hash(sha256)
         self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role)
         self.config.parallel_config.world_size = ranks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+        self.windows = tuple(windows)
         self.layers = [f"model.layers.{index}.attn" for index in range(LAYERS)]
         self.cache = KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(self.layers, spec)]
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec(self.layers[group :: len(windows)], _spec(window))
+                for group, window in enumerate(windows)
+            ],
         )
         self.scheduler = Scheduler(
             vllm_config=self.config,
@@ -200,8 +217,17 @@ class SchedulerRig:
         request = self.requests[name]
         return request, request.num_computed_tokens - scheduled, request.num_computed_tokens
 
-    def _places(self, name: str, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = torch.tensor(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+    def group_of(self, layer: int) -> int:
+        """KV cache group of a layer."""
+        return layer % len(self.windows)
+
+    def first_seen(self, layer: int, position: int) -> int:
+        """The first position that attention of a layer reads for the token at `position`."""
+        window = self.windows[self.group_of(layer)]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _places(self, name: str, stop: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = torch.tensor(self.scheduler.kv_cache_manager.get_block_ids(name)[self.group_of(layer)])
         positions = torch.arange(stop)
         return blocks[positions // BLOCK], positions % BLOCK
 
@@ -214,20 +240,26 @@ class SchedulerRig:
 
     def _write(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
         request, start, stop = self._span(name, scheduled)
-        blocks, slots = self._places(name, stop)
+        blocks, slots = self._places(name, stop, layer)
         cache[blocks[start:], 0, slots[start:]] = self._values(request, stop, layer)[start:, None]
 
     def _check(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
-        request, _, stop = self._span(name, scheduled)
-        blocks, slots = self._places(name, stop)
+        request, start, stop = self._span(name, scheduled)
+        blocks, slots = self._places(name, stop, layer)
         read, want = cache[blocks, 0, slots], self._values(request, stop, layer)[:, None].expand(-1, 4)
-        if not torch.equal(read, want):
-            wrong = (read != want).any(dim=1).nonzero()[:, 0].tolist()
+        first = self.first_seen(layer, start)
+        if not torch.equal(read[first:], want[first:]):
+            wrong = (first + (read != want)[first:].any(dim=1).nonzero()[:, 0]).tolist()
             raise WrongBytes(f"request {name}, layer {layer}: wrong KV at tokens {wrong[:8]} of {stop}")
 
     def _sample(self, name: str, scheduled: int) -> list[int]:
         request, _, stop = self._span(name, scheduled)
         return [100 + (stop * 7919) % 900] if stop == request.num_tokens else []
+
+
+def _spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
 def vllm_config(

@@ -90,6 +90,7 @@ class SteppingRig(LateSchedulerRig):
                 step_tokens=setup.step_tokens,
                 ranks=setup.ranks,
                 prefix_caching=setup.prefix_caching,
+                windows=setup.windows,
             )
         self.scheduler.use_v2_model_runner = setup.second_runner
         self.mailboxes = [Mailbox(partial(self._spoil, rank)) for rank in range(setup.ranks)]
@@ -167,7 +168,7 @@ class SteppingRig(LateSchedulerRig):
             drafts = self._drafts(life, start + scheduled - len(drafts), len(drafts))
         return Span.of(
             life,
-            self.scheduler.kv_cache_manager.get_block_ids(name)[0],
+            self.scheduler.kv_cache_manager.get_block_ids(name),
             start=start,
             scheduled=scheduled,
             drafts=drafts,
@@ -259,7 +260,7 @@ class SteppingRig(LateSchedulerRig):
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _queue_write(self, rank: int, cache: torch.Tensor, layer: int, span: Span) -> None:
-        blocks = span.blocks[span.start :]
+        blocks = span.blocks[self.group_of(layer)][span.start :]
         slots = torch.arange(span.start, span.stop) % BLOCK
         values, epoch = span.kv(layer)[span.start :], self.epoch
 
@@ -270,8 +271,9 @@ class SteppingRig(LateSchedulerRig):
         self._queue(rank, write)
 
     def _queue_check(self, rank: int, cache: torch.Tensor, layer: int, span: Span) -> None:
-        name, slots = span.life.request.request_id, torch.arange(span.stop) % BLOCK
-        want, floor, blocks = span.kv(layer), self.floor, span.blocks
+        first, group = self.first_seen(layer, span.start), self.group_of(layer)
+        name, slots = span.life.request.request_id, torch.arange(first, span.stop) % BLOCK
+        want, floor, blocks = span.kv(layer)[first:], self.floor, span.blocks[group][first:]
 
         def check() -> None:
             read = cache[blocks, 0, slots]
@@ -279,7 +281,7 @@ class SteppingRig(LateSchedulerRig):
             old = read[:, -1] < floor
             for what, which in (("wrong KV", wrong), ("KV from before a reset", old & ~wrong)):
                 if which.any():
-                    tokens = which.nonzero()[:, 0].tolist()
+                    tokens = (first + which.nonzero()[:, 0]).tolist()
                     self.wrong.append(
                         f"request {name}, rank {rank}, layer {layer}: {what} at {tokens[:8]} of {span.stop}"
                     )
@@ -295,8 +297,8 @@ class SteppingRig(LateSchedulerRig):
         """A job that failed leaves no byte that means anything where it was to write."""
         if job.kind is JobKind.SAVE:
             for layer in range(scheduler_rig.LAYERS):
-                for first, count in job.pool_runs:
+                for first, count in job.groups[self.group_of(layer)].pool_runs:
                     self.engines[rank].pool.span(layer, first, count).fill_(0xEE)
         elif job.kind is JobKind.PARKED_LOAD:
-            for cache in self.kv[rank].values():
-                cache[list(job.block_ids)] = -7
+            for layer, cache in enumerate(self.kv[rank].values()):
+                cache[list(job.groups[self.group_of(layer)].block_ids)] = -7

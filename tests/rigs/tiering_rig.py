@@ -112,7 +112,7 @@ class TieringRig:
         self.coordinator.admit(
             name,
             hashes,
-            ids,
+            [ids],
             num_tokens=tokens,
             local_tokens=local * B,
             external_tokens=external * B,
@@ -124,7 +124,7 @@ class TieringRig:
         """The request is in the step and computes its blocks up to `stop`."""
         stop = len(hashes) if stop is None else stop
         ids = self.blocks[name]
-        self.coordinator.observe(name, hashes, stop * B, lambda: ids)
+        self.coordinator.observe(name, hashes, stop * B, lambda: [ids])
         for block, hashed in zip(ids[:stop], hashes, strict=False):
             self.cache.setdefault(block, hashed)
 

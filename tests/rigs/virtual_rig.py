@@ -128,7 +128,7 @@ class VirtualRig:
             between: called between any two submissions.
         """
         self.steps += 1
-        plan = StepPlan(step=self.steps, jobs=jobs, model=ModelAccess(reads=tuple(reads), writes=tuple(writes)))
+        plan = StepPlan(step=self.steps, jobs=jobs, model=(ModelAccess(reads=tuple(reads), writes=tuple(writes)),))
         self.engine.begin_step(plan)
         between()
         if plan.gated:

@@ -12,15 +12,20 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from layerstream.errors import ConfigError, GeometryError
-from layerstream.hooks.vllm.compat import hooks_tell_layers, unsupported
+from layerstream.hooks.vllm.compat import cache_groups, hooks_tell_layers, unsupported
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.register import NAME, register
@@ -38,8 +43,22 @@ def full() -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
 
 
-def windowed() -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=32)
+def windowed(block_size: int = BLOCK) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=32)
+
+
+def sinks() -> SinkFullAttentionSpec:
+    return SinkFullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32, sink_len=BLOCK)
+
+
+def state() -> MambaSpec:
+    return MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))
+
+
+def mixed(*specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={f"layer{number}": spec for number, spec in enumerate(specs)}
+    )
 
 
 def make(folder: Path, options: dict[str, Any], role: KVConnectorRole, cache: KVCacheConfig) -> LayerStreamConnector:
@@ -70,11 +89,13 @@ def test_a_wrong_option_is_one_error_in_every_process(tmp_path: Path, role: KVCo
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
-        (cache_config(full(), windowed()), r"2 KV cache groups \(FullAttentionSpec, SlidingWindowSpec\)"),
-        (cache_config(windowed()), "SlidingWindowSpec; only FullAttentionSpec"),
-        (cache_config(), "0 KV cache groups"),
+        (cache_config(full(), state()), "a KV cache group is MambaSpec; FullAttentionSpec, MLAAttentionSpec, Sliding"),
+        (cache_config(sinks()), "a KV cache group is SinkFullAttentionSpec; FullAttentionSpec, MLA"),
+        (cache_config(mixed(full(), sinks())), "a KV cache group is SinkFullAttentionSpec"),
+        (cache_config(full(), windowed(2 * BLOCK)), "blocks of 16, 32 tokens, hashed every None and hit every None"),
+        (cache_config(), "no KV cache group in which prefixes are cached"),
     ],
-    ids=["two groups", "one window group", "no group"],
+    ids=["state", "sinks", "sinks among others", "blocks of two sizes", "no group"],
 )
 def test_an_unsupported_engine_runs_as_without_the_connector(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: KVCacheConfig, reason: str
@@ -109,6 +130,21 @@ def test_a_layer_that_is_not_registered_is_named(tmp_path: Path) -> None:
     worker = make(tmp_path, OPTIONS, KVConnectorRole.WORKER, cache_config(full()))
     with pytest.raises(GeometryError, match=r"group0\.layer.*were not registered"):
         worker.register_kv_caches({"another": torch.zeros(8, 4)})
+
+
+def test_groups_are_taken_together_in_the_order_of_the_model(tmp_path: Path) -> None:
+    latent = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+    cache = cache_config(full(), ring, windowed(), mixed(full(), latent))
+    names = [["m.0.a", "m.10.a"], ["m.1.ring"], ["m.1.a", "m.9.a"], ["m.2.a"]]
+    for group, its in zip(cache.kv_cache_groups, names, strict=True):
+        group.layer_names = its
+    config = vllm_config(tmp_path, OPTIONS, 8, 64, True)
+    assert unsupported(config, cache) is None
+    groups = cache_groups(cache)
+    assert groups.ids == (0, 2, 3), "a ring is no KV of a prefix"
+    assert groups.windowed == (False, True, False)
+    assert list(groups.layers.items()) == [("m.0.a", 0), ("m.1.a", 1), ("m.2.a", 2), ("m.9.a", 1), ("m.10.a", 0)]
 
 
 def test_layers_outside_the_group_are_left_alone(tmp_path: Path) -> None:
@@ -164,7 +200,9 @@ def test_blocks_hashed_in_other_pieces_are_not_supported(tmp_path: Path) -> None
     cache = cache_config(full())
     cache.hash_block_size = BLOCK // 2
     reason = unsupported(vllm_config(tmp_path, OPTIONS, 8, 64, True), cache)
-    assert reason == "blocks are hashed every 8 tokens and hold 16; the two must be equal"
+    assert reason == (
+        "its KV cache groups have blocks of 16 tokens, hashed every 8 and hit every None; all must be equal"
+    )
 
 
 @pytest.mark.parametrize(
