@@ -1,7 +1,7 @@
 """What the compiler makes of every kernel variant, found without a GPU: `python -m layerstream.kernels.aot`.
 
 Prints registers, spills, shared memory, access widths and cache modifiers for each kernel, form, layout, access width
-and architecture.
+and architecture; of the relayout for each direction, order of rows and access width.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,12 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from layerstream.canonical import PageForm, RowForm
 from layerstream.geometry import LayerPages
 from layerstream.kernels.gather import gather_kernel
 from layerstream.kernels.operands import run_stride
+from layerstream.kernels.relayout import NOT_SPECIALIZED as RELAYOUT_NUMBERS
+from layerstream.kernels.relayout import relayout_constants, relayout_kernel
 from layerstream.kernels.scatter import scatter_kernel
 from layerstream.kernels.segments import (
     HOST_WORDS_PER_TILE,
@@ -162,12 +165,71 @@ def compile_variant(variant: Variant, **options: Any) -> Compiled:
         "layer_places": not (form.stacked and form.placed),
     }
     constants |= {name: None for name, missing in absent.items() if missing}
-    signature |= dict.fromkeys(constants, "constexpr")
-    positions = {name: position for position, name in enumerate(kernel.arg_names)}
-    source = ASTSource(kernel, signature, {(positions[name],): value for name, value in constants.items()})
-    compiled = triton.compile(
-        source, GPUTarget("cuda", variant.capability, 32), options={"num_warps": words // WORDS_PER_WARP, **options}
+    return _compile(kernel, signature, constants, variant.capability, {"num_warps": words // WORDS_PER_WARP, **options})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayoutVariant:
+    """The relayout as a direction, a layout and an architecture make it."""
+
+    to_chunk: bool
+    host: bool
+    """One side is host memory: the chunk."""
+    page: PageForm
+    word: int
+    """Bytes of one access."""
+    capability: int
+    """Compute capability times 10."""
+
+    def __str__(self) -> str:
+        return ("to chunk" if self.to_chunk else "to pages") + (" host" if self.host else "")
+
+
+def relayout_variants(capabilities: Sequence[int] = CAPABILITIES) -> Iterator[RelayoutVariant]:
+    """Both directions, with rows in one piece and in two: at the widest width, at the one of a single element, and at
+    the narrowest; with the chunk in host memory at the widest, which takes the most registers.
+
+    Parts of 71 words need short segments and a masked end; three heads of two kernel blocks of five tokens need every
+    division there is.
+    """
+    for capability in capabilities:
+        for word in TABLED_WORDS:
+            for parts, order in ((1, "snhk"), (2, "kshn")):
+                row = RowForm(item_bytes=1, key_bytes=71 * word, value_bytes=71 * word * (parts - 1))
+                page = PageForm(name=order, row=row, heads=3, splits=2, split_tokens=5, parts=parts, order=order)
+                for to_chunk in (True, False):
+                    for host in (False, True) if word == WORDS[0] else (False,):
+                        yield RelayoutVariant(to_chunk=to_chunk, host=host, page=page, word=word, capability=capability)
+
+
+def compile_relayout(variant: RelayoutVariant, **options: Any) -> Compiled:
+    """As `compile_variant`, of the relayout."""
+    tiling, constants = relayout_constants(
+        variant.page,
+        variant.word,
+        to_chunk=variant.to_chunk,
+        loads=variant.host and not variant.to_chunk,
+        stores=variant.host and variant.to_chunk,
     )
+    signature = {"dst": "*u8", "src": "*u8"} | dict.fromkeys(RELAYOUT_NUMBERS, "i32")
+    warps = tiling.rows * tiling.columns // WORDS_PER_WARP
+    return _compile(relayout_kernel, signature, constants, variant.capability, {"num_warps": warps, **options})
+
+
+def _compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+    options: Mapping[str, Any],
+) -> Compiled:
+    positions = {name: position for position, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        {**signature, **dict.fromkeys(constants, "constexpr")},
+        {(positions[name],): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options=dict(options))
     ptx = compiled.asm["ptx"]
     loads, stores = _page_accesses(ptx)
     usage = _resource_usage(compiled.asm["cubin"])
@@ -195,13 +257,37 @@ def report() -> Table:
             variant.layout.name,
             str(variant.form),
             f"{variant.layout.alignment} B",
-            _accesses(result.loads, result.load_cache),
-            _accesses(result.stores, result.store_cache),
-            str(result.registers),
-            f"{result.stack_bytes} B",
-            f"{result.shared_bytes} B",
+            *_columns(result),
         )
     return table
+
+
+def relayout_report() -> Table:
+    """As `report`, of the relayout."""
+    columns = ("sm", "kernel", "rows", "form", "word", "load", "store", "registers", "spills", "shared")
+    table = Table(*columns, box=None)
+    for variant in relayout_variants():
+        result = compile_relayout(variant)
+        table.add_row(
+            str(variant.capability),
+            "relayout",
+            variant.page.name,
+            str(variant),
+            f"{variant.word} B",
+            *_columns(result),
+        )
+    return table
+
+
+def _columns(result: Compiled) -> tuple[str, ...]:
+    """The columns from "load" on."""
+    return (
+        _accesses(result.loads, result.load_cache),
+        _accesses(result.stores, result.store_cache),
+        str(result.registers),
+        f"{result.stack_bytes} B",
+        f"{result.shared_bytes} B",
+    )
 
 
 def _accesses(widths: frozenset[int], caches: frozenset[str]) -> str:
@@ -237,3 +323,4 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 if __name__ == "__main__":
     Console().print(report())
+    Console().print(relayout_report())

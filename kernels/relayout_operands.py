@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from layerstream.canonical import ChunkForm, PageForm, Portion
+from layerstream.canonical import ChunkForm, PageForm
 from layerstream.errors import GeometryError
+from layerstream.portions import Portion
 
 
 def check_relayout(
@@ -42,7 +43,9 @@ def check_relayout(
                 f"{tensor.stride()}; it must be contiguous, one-dimensional torch.uint8"
             )
     if pages_on_host and chunk_on_host:
-        raise GeometryError(f"layer {name!r}: pages and chunk are both said to be on the host; use layerstream.relayout")
+        raise GeometryError(
+            f"layer {name!r}: pages and chunk are both said to be on the host; use layerstream.relayout"
+        )
     on_host = pages if pages_on_host else chunk
     if (pages_on_host or chunk_on_host) and on_host.device.type != "cpu":
         raise GeometryError(f"layer {name!r}: what is said to be on the host is on {on_host.device}")

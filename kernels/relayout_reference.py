@@ -1,4 +1,5 @@
-"""The relayout on the CPU, token by token in plain torch: the oracle of the Triton kernel and of `layerstream.relayout`.
+"""The relayout on the CPU, token by token in plain torch: the oracle of the Triton kernel and of
+`layerstream.relayout`.
 
 `max_ctas`, `pages_on_host` and `chunk_on_host` are accepted for the kernel's sake and change nothing here.
 """
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 import torch
 from einops import rearrange
 
-from layerstream.canonical import ChunkForm, PageForm, Portion
+from layerstream.canonical import ChunkForm, PageForm
 from layerstream.errors import GeometryError
 from layerstream.kernels.relayout_operands import check_relayout
+from layerstream.portions import Portion
 
 
 def pages_to_canonical(

@@ -26,6 +26,7 @@ from layerstream.model_store import cache_dir
 from layerstream.pipeline.choice import PathChoice
 from layerstream.pipeline.graph_load import GraphLoad
 from layerstream.pipeline.paged_cache import PagedCache
+from layerstream.shared_pool import share_pool
 from layerstream.verify import Verifier
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from layerstream.graphs.in_graph import InGraphGates
     from layerstream.pipeline.base import TransferPath
     from layerstream.pipeline.paged_cache import PageKernels
+    from layerstream.shared_pool import Replicas
     from layerstream.streams.base import Device
     from layerstream.tiers.mover import TierMover
 
@@ -84,6 +86,7 @@ def build_engine(
     cache_groups: Mapping[str, int] | None = None,
     local_ranks: int = 1,
     rank: int = 0,
+    replicas: Replicas | None = None,
 ) -> StreamEngine:
     """Set up everything one rank needs to move KV.
 
@@ -95,6 +98,7 @@ def build_engine(
         cache_groups: see `kv_geometry`.
         local_ranks: ranks that share this host's memory.
         rank: this rank, for names.
+        replicas: ranks with the same KV, which have one pool if they are on one machine.
 
     Raises:
         GeometryError: a layout or a device is not understood.
@@ -115,12 +119,15 @@ def build_engine(
         sanitizer = Sanitizer(device, geometry, storages)
     asked = config.host_gib
     budget = default_budget(local_ranks=local_ranks) if asked is None else asked_budget(asked)
+    share = None if replicas is None else share_pool(budget * (1 if asked is not None else replicas.count), replicas)
+    writes = share is None or share.writes
     pool = HostPool(
         page_bytes=[layer.page_bytes for layer in geometry.layers],
         chunk_blocks=config.chunk_blocks(block_tokens),
         budget_bytes=budget,
         pin=pinner,
         cores=memory_cores(storages[0].device),
+        share=share,
     )
     if sanitizer is not None:
         sanitizer.label_pool(pool)
@@ -128,15 +135,24 @@ def build_engine(
     paths = _open_paths(device, cache, pool, kernels, config)
     warm_up(device, cache, pool, kernels)
     graph_load = None
-    if config.graph_loads and len(geometry.groups) > 1:
+    if config.graph_loads and cache_groups is not None:
         logger.warning("LayerStream: graph_loads is off: a graph takes the blocks of one KV cache group only")
     elif config.graph_loads and (pool.pinned or device.kind == "cpu"):
         graph_load = GraphLoad(device=device, cache=cache, pool=pool, kernels=kernels, max_ctas=config.max_copy_sms)
     verifier = None
     if config.verify:
-        verifier = Verifier(device=device, geometry=geometry, storages=storages, pool=pool, gather=kernels.gather_pages)
+        verifier = Verifier(
+            device=device,
+            geometry=geometry,
+            storages=storages,
+            pool=pool,
+            gather=kernels.gather_pages,
+            saves=writes,
+        )
+    object_rank = rank if share is None or replicas is None else rank // replicas.count
     return StreamEngine(
-        mover=_tier_mover(config, geometry, pool, rank),
+        mover=_tier_mover(config, geometry, pool, object_rank) if writes else None,
+        writes=writes,
         device=device,
         geometry=geometry,
         pool=pool,

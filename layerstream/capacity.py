@@ -112,7 +112,7 @@ class Capacity:
         return self.page_bytes * self.layers * self.tp // self.block_tokens
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes that a sequence of `tokens` keeps on the fullest rank, in whole blocks."""
+        """Bytes that a sequence of `tokens` keeps in the KV cache of the fullest rank, in whole blocks."""
         return max(self._stage_bytes(stage, tokens) for stage in self.stages)
 
     def total_sequence_bytes(self, tokens: int) -> int:
@@ -123,9 +123,16 @@ class Capacity:
         """Tokens, in whole blocks over all layers, that a pool of `pool_bytes` on every rank holds."""
         return pool_bytes // self.block_bytes * self.block_tokens
 
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes that a sequence of `tokens` takes in the host pool of the fullest rank, in whole blocks.
+
+        All layers of every block, also where a window has passed them: a hit may end at any block.
+        """
+        return -(-tokens // self.block_tokens) * self.block_bytes
+
     def sequences_in(self, pool_bytes: int, tokens: int) -> int:
         """Sequences of `tokens` without a common prefix that a pool of `pool_bytes` on every rank holds."""
-        return pool_bytes // self.sequence_bytes(tokens)
+        return pool_bytes // self.stored_bytes(tokens)
 
     def _stage_bytes(self, stage: tuple[int | None, ...], tokens: int) -> int:
         return self.page_bytes * sum(self._blocks(window, tokens) for window in stage)

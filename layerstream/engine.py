@@ -60,6 +60,7 @@ class StreamEngine:
         verifier: Verifier | None = None,
         sanitizer: Sanitizer | None = None,
         mover: TierMover | None = None,
+        writes: bool = True,
         trace_dir: Path | None = None,
         rank: int = 0,
     ) -> None:
@@ -78,6 +79,8 @@ class StreamEngine:
             verifier: compares bytes after every step; blocks the host (option `verify`).
             sanitizer: is told what the model touches (option `sanitize`).
             mover: moves bytes between the pool and tiers; the engine closes it.
+            writes: whether this rank saves, and moves objects of tiers; otherwise a rank with the same KV does, to the
+                pool that both of them read.
             trace_dir: where timelines of gated loads are written.
             rank: names the timelines, and this rank in reports of a pool that grows.
         """
@@ -87,6 +90,7 @@ class StreamEngine:
         self.verifier = verifier
         self.sanitizer = sanitizer
         self.mover = mover
+        self.writes = writes
         self._paths = paths
         self._group_bytes = group_bytes
         self._layers_per_gate = layers_per_gate
@@ -131,10 +135,7 @@ class StreamEngine:
             return
         self._plan = plan
         self._ranges.begin_step(plan.step)
-        loads = tuple(job for job in plan.jobs if job.kind is JobKind.LOAD)
-        saves = tuple(job for job in plan.jobs if job.kind is JobKind.SAVE)
-        parked = tuple(job for job in plan.jobs if job.kind is JobKind.PARKED_LOAD)
-        batches = [jobs for jobs in (loads, saves, *((job,) for job in parked)) if jobs]
+        batches = self._batches(plan.jobs)
         if not batches:
             return
         # One upload a step, however many jobs: a small copy to a GPU costs about as much as a large one.
@@ -151,7 +152,20 @@ class StreamEngine:
             else:
                 self._parked.append(transfer)
 
+    def _batches(self, jobs: Sequence[Job]) -> list[tuple[Job, ...]]:
+        """Jobs that move together: all loads, all saves, and each parked load by itself."""
+        loads = tuple(job for job in jobs if job.kind is JobKind.LOAD)
+        saves = tuple(job for job in jobs if job.kind is JobKind.SAVE)
+        parked = tuple(job for job in jobs if job.kind is JobKind.PARKED_LOAD)
+        if not self.writes:
+            self._ledger.elsewhere(saves)
+            saves = ()
+        return [batch for batch in (loads, saves, *((job,) for job in parked)) if batch]
+
     def _move_objects(self, jobs: Sequence[TierJob]) -> None:
+        if not self.writes:
+            self._ledger.elsewhere(jobs)
+            return
         assert self.mover is not None, "tiers are on for every rank or for none"
         if self.verifier is not None:
             self.verifier.promoted(jobs)

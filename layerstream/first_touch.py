@@ -35,9 +35,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def give_back(region: npt.NDArray[np.uint8]) -> None:
-    """Let the system have the pages of a region of private memory; its addresses stay, and read as zeros."""
-    _libc.madvise(region.ctypes.data, region.nbytes, mmap.MADV_DONTNEED)
+def give_back(region: npt.NDArray[np.uint8], *, shared: bool = False) -> None:
+    """Let the system have the pages of a region; its addresses stay, and read as zeros, for all who share it."""
+    _libc.madvise(region.ctypes.data, region.nbytes, mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED)
 
 
 class FirstTouch:

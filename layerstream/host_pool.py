@@ -26,6 +26,7 @@ from layerstream.errors import PoolError
 from layerstream.first_touch import FirstTouch, give_back
 from layerstream.registrations import PIN_BYTES, Pinner, Registrations
 from layerstream.segment_layout import SegmentLayout
+from layerstream.shared_pool import PoolShare
 
 __all__ = ["SEGMENT_BYTES", "HostPool", "Pinner"]
 
@@ -56,6 +57,7 @@ class HostPool:
         pin: Pinner | None = None,
         cores: Sequence[int] | None = None,
         touch_threads: int | None = None,
+        share: PoolShare | None = None,
     ) -> None:
         """Map the memory, make the first segment resident and pin it, and go on with residence in the background.
 
@@ -71,6 +73,8 @@ class HostPool:
             pin: registers the memory; None leaves it pageable.
             cores: cores next to which the memory is to be placed (`layerstream.numa`); None leaves it to the system.
             touch_threads: threads that touch the first segment; None for one a usable core, at most TOUCH_THREADS.
+            share: memory that several ranks have as their pool, whose budget counts then; the pool closes it. None: the
+                memory is this process's own.
 
         Raises:
             PoolError: the budget cannot hold one slot, a size is not positive, or the system has no such memory.
@@ -82,6 +86,8 @@ class HostPool:
             )
         self._chunk_blocks = chunk_blocks
         slot_bytes = SegmentLayout(page_bytes, chunk_blocks, 1).nbytes
+        if share is not None:
+            budget_bytes = share.budget_bytes
         if budget_bytes < slot_bytes:
             raise PoolError(
                 f"LayerStream: a host pool of {budget_bytes / 2**30:.3g} GiB cannot hold one chunk of {chunk_blocks} "
@@ -94,17 +100,21 @@ class HostPool:
         self._layout = SegmentLayout.within(min(limit, budget_bytes // segments), page_bytes, chunk_blocks)
         self.pages_per_segment = self._layout.pages
         """Pages of one layer in a segment; no range of pages crosses a multiple of it."""
-        self._segments = [self._map_segment() for _ in range(segments)]
+        self._shared = share is not None
+        self._segments = self._map(segments, share)
         self._spans = [self._layer_views(segment) for segment in self._segments]
         self.slots = segments * self._layout.slots
         """Chunks the pool holds once all of it is usable (`ready_slots`)."""
         self._gave_up = False
         self._closing = threading.Event()
         usable = len(cores or os.sched_getaffinity(0))
-        self._touch_first(touch_threads or min(TOUCH_THREADS, usable), cores)
+        # Who only reads leaves it to who writes to have the memory provided.
+        self._reads_only = share is not None and not share.writes
+        if not self._reads_only:
+            self._touch_first(touch_threads or min(TOUCH_THREADS, usable), cores)
         self._registrations = None if pin is None else self._pin_first(pin, pin_bytes)
         self._touch = FirstTouch(
-            [segment.numpy() for segment in self._segments[1:]],
+            [] if self._reads_only else [segment.numpy() for segment in self._segments[1:]],
             threads=min(BACKGROUND_THREADS, usable),
             cores=cores,
             in_use=self._registrations is None,
@@ -148,7 +158,9 @@ class HostPool:
         To be called once no CUDA graph is being captured: registering memory meanwhile would break the capture.
         """
         if self._registrations is not None:
-            self._registrations.start(resident=lambda segment: self._touch.wait(segment - 1), gave_up=self._give_up)
+            self._registrations.start(
+                resident=lambda segment: self._reads_only or self._touch.wait(segment - 1), gave_up=self._give_up
+            )
 
     def span(self, layer: int, page: int, count: int) -> torch.Tensor:
         """Pages `page .. page + count - 1` of a layer as one view: `uint8[count * page_bytes[layer]]`, no copy.
@@ -189,14 +201,24 @@ class HostPool:
         self._spans.clear()
         self._segments.clear()
 
-    def _map_segment(self) -> torch.Tensor:
-        """`uint8[segment_bytes]` of zeros. The mapping lives exactly as long as the tensor and its views."""
+    def _map(self, segments: int, share: PoolShare | None) -> list[torch.Tensor]:
+        """`uint8[segment_bytes]` each. A mapping lives exactly as long as its tensor and the views of that."""
+        nbytes = self._layout.nbytes
         try:
-            memory = mmap.mmap(-1, self._layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if share is not None:
+                mapped = share.map(segments, nbytes)
+                share.close()
+            else:
+                private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                mapped = [mmap.mmap(-1, nbytes, flags=private) for _ in range(segments)]
         except (OSError, OverflowError) as error:
             raise PoolError(
-                f"the system refused {self._layout.nbytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
+                f"the system refused {segments * nbytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
             ) from error
+        return [self._as_tensor(memory) for memory in mapped]
+
+    @staticmethod
+    def _as_tensor(memory: mmap.mmap) -> torch.Tensor:
         # A fork would move the parent's pages away from under a running DMA at the parent's next write, and a core
         # dump would hold users' prompts. Huge pages save address translations. All are advice: a kernel may lack them.
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
@@ -245,7 +267,7 @@ class HostPool:
         del self._spans[registrations.segments :]
         for segment in self._segments[registrations.segments :]:
             # The addresses stay ours: tiers may have been told of them.
-            give_back(segment.numpy())
+            give_back(segment.numpy(), shared=self._shared)
         logger.warning(
             "Cannot pin more of the host pool (%s): %.2f GiB are used instead of %.2f GiB, and the rest is given back. "
             "Lower host_gib or give the container IPC_LOCK.",

@@ -202,3 +202,7 @@ class RankInfo:
     """Slots of its pool that may be used so far, counted from slot 0; None if all may."""
     header_bytes: int = 0
     """Bytes of a tier object before its pages; 0 without tiers."""
+    keeps: bool = True
+    """Whether it saves, and moves objects of tiers; otherwise a rank with the same KV does, and they share a pool."""
+    object_rank: int = 0
+    """Number of its tier objects among those of all ranks that keep some."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerstream.errors import TransferError
-from layerstream.jobs import JobKind, Report
+from layerstream.jobs import Job, JobKind, Report, TierJob
 from layerstream.metrics import TransferStats
 from layerstream.ranges import layers_label
 from layerstream.timeline import LayerTimes, Timeline
@@ -41,6 +41,8 @@ class Ledger:
         self._trace_dir = trace_dir
         self._rank = rank
         self._in_flight: list[Transfer] = []
+        self._elsewhere = Report()
+        """Jobs that other ranks do for this one."""
         self._stats = TransferStats()
         self._told_slots = pool.ready_slots
         """Slots of the pool that the scheduler half knows to be ready."""
@@ -49,6 +51,14 @@ class Ledger:
         """Their step has ended; from here on they may be reported."""
         self._in_flight += transfers
 
+    def elsewhere(self, jobs: Sequence[Job | TierJob]) -> None:
+        """A rank that shares its pool with this one moves these: here there is nothing to wait for."""
+        for job in jobs:
+            if isinstance(job, TierJob):
+                self._elsewhere.moved[job.job_id] = 1, len(job.objects)
+            else:
+                self._elsewhere.done[job.job_id] = 1
+
     def verified(self, blocks: int) -> None:
         """Count blocks whose bytes were compared."""
         self._stats.verified_blocks += blocks
@@ -56,9 +66,9 @@ class Ledger:
     def poll(self) -> Report | None:
         """What has ended since the last call, or None. Never blocks."""
         ready = self._pool.ready_slots
-        if not self._in_flight and ready == self._told_slots:
+        if not self._in_flight and ready == self._told_slots and not (self._elsewhere.done or self._elsewhere.moved):
             return None
-        report = Report()
+        report, self._elsewhere = self._elsewhere, Report()
         if ready > self._told_slots:
             self._told_slots = report.ready_slots[self._rank] = ready
         waiting: list[Transfer] = []
@@ -75,7 +85,7 @@ class Ledger:
             else:
                 waiting.append(transfer)
         self._in_flight = waiting
-        if not (report.done or report.failed or report.ready_slots):
+        if not (report.done or report.failed or report.ready_slots or report.moved):
             return None
         report.stats, self._stats = self._stats, TransferStats()
         return report

@@ -2,6 +2,9 @@
 
 For threads that move objects between tiers and the host pool beside a busy model thread. Hence numpy: its copies
 release the GIL for their whole length and run on the calling thread alone, and no GPU has to have time.
+
+Put chunks on multiples of 4096, as the host pool puts layers: where what is written lies 16 bytes behind what is read,
+modulo 4096, runs of 4 KiB and more were copied at 2.8 GB/s instead of 25 (numpy 2 on an AMD EPYC, buffers of 4 MiB).
 """
 
 from __future__ import annotations

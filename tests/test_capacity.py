@@ -136,6 +136,8 @@ def test_layers_with_a_window_keep_the_blocks_the_next_token_can_see() -> None:
     # 127 tokens before the next one lie in at most 9 blocks of 16.
     assert capacity.sequence_bytes(8192) == page * (12 * 512 + 12 * 9)
     assert capacity.sequence_bytes(100) == page * 24 * 7
+    assert capacity.stored_bytes(8192) == page * 24 * 512
+    assert capacity.sequences_in(3 * page * 24 * 512 - 1, 8192) == 2
     assert capacity.token_bytes == 24 * 2 * 8 * 64 * 2
 
 

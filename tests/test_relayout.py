@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_twin(layout: Layout, row: RowForm) -> None:
     for block_tokens in BLOCKS:
         form = Cache(layout, content(4, block_tokens, row), row, block_tokens).form
         chunk = ChunkForm(row=row, heads=5, tokens=2 * block_tokens + 3)
-        tokens = min(40, block_tokens + 1 + block_tokens // 2)
+        tokens = min(20, block_tokens + 1 + block_tokens // 2)
         inside = {"page_token": block_tokens - 1, "chunk_token": 2}
         moved(form, chunk, Portion(heads=2, tokens=tokens, page_head=2, chunk_head=1, **inside), 3)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -17,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from layerstream.graphs.mode import GateMode, gate_mode, replays_full_graph
+from layerstream.shared_pool import Replicas
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +91,22 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> CacheGroups:
         ),
         block_tokens=groups[0][1].kv_cache_spec.block_size,
     )
+
+
+def replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Replicas | None:
+    """Ranks that hold the same KV as this one; None if there are none. For a worker, once its ranks are connected."""
+    count = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    if count == 1:
+        return None
+    parallel = vllm_config.parallel_config
+    return Replicas(count=count, rank=parallel.rank % parallel.tensor_parallel_size, exchange=_exchange)
+
+
+def _exchange(value: Any) -> list[Any]:
+    group = get_tp_group()
+    everyone: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everyone, value, group=group.cpu_group)
+    return everyone
 
 
 def _prefix_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupSpec]]:

@@ -156,7 +156,13 @@ class SchedulerHalf:
         if not persistable:
             logger.warning("LayerStream: the tiers are off for this engine: %s", reason)
             return
-        ordered = sorted(ranks, key=lambda rank: rank.rank)
+        ordered = sorted((rank for rank in ranks if rank.keeps), key=lambda rank: rank.object_rank)
+        if [rank.object_rank for rank in ordered] != list(range(len(ordered))):
+            logger.warning(
+                "LayerStream: the tiers are off for this engine: some ranks with the same KV share a pool and others "
+                "do not, so their objects have no numbers"
+            )
+            return
         site = IndexSite(
             namespace=namespace.digest(),
             chunk_blocks=self._chunk_blocks,

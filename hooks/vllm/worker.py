@@ -12,7 +12,13 @@ from layerstream.assembly import build_engine
 from layerstream.errors import GeometryError
 from layerstream.graphs.mode import GateMode
 from layerstream.hooks.layer_gate import LayerGate
-from layerstream.hooks.vllm.compat import cache_groups, forward_gate_mode, hooks_tell_layers, unsupported
+from layerstream.hooks.vllm.compat import (
+    cache_groups,
+    forward_gate_mode,
+    hooks_tell_layers,
+    replicas,
+    unsupported,
+)
 from layerstream.hooks.vllm.identify import attention_of, geometry_digest
 from layerstream.jobs import RankInfo, Report, StepPlan
 
@@ -67,6 +73,7 @@ class WorkerHalf:
             config=self._config,
             local_ranks=parallel.world_size * parallel.data_parallel_size_local,
             rank=parallel.rank,
+            replicas=replicas(self._vllm_config, self._kv_cache_config),
         )
         self._gate = LayerGate(self.engine, list(groups.layers))
         self._captures_waits = self._hooks_tell_layers and self.engine.in_graph is not None
@@ -90,6 +97,8 @@ class WorkerHalf:
             isa=isa,
             ready_slots=pool.ready_slots,
             header_bytes=0 if self.engine.mover is None else self.engine.mover.format.header_bytes,
+            keeps=self.engine.writes,
+            object_rank=0 if self.engine.mover is None else self.engine.mover.format.rank,
         )
 
     def begin_step(self, plan: StepPlan | None) -> None:

@@ -66,10 +66,10 @@ def run(
         from layerstream.cli.tier_plan import print_tiers
 
         print_tiers(tiers, capacity, tokens=tokens)
-    if capacity.attention == "MLA" or _windowed(capacity):
+    if _windowed(capacity):
         Console().print(
-            "The connector serves models with one group of full-attention layers. For this one it starts, says so "
-            "once, and gives no hits."
+            "The host pool keeps all layers of every block, also those that windows have passed in the KV cache: a hit "
+            "may end at any block."
         )
 
 

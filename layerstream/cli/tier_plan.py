@@ -81,7 +81,7 @@ def _tokens_in(nbytes: int, form: ObjectFormat, capacity: Capacity) -> int:
 
 def _seconds(trial: Trial, form: ObjectFormat, capacity: Capacity, tokens: int) -> float:
     """One rank's time for a sequence at the rate that was measured; ranks that share a device or link take longer."""
-    nbytes = capacity.sequence_bytes(tokens) + -(-tokens // (form.chunk_blocks * form.block_tokens)) * form.header_bytes
+    nbytes = capacity.stored_bytes(tokens) + -(-tokens // (form.chunk_blocks * form.block_tokens)) * form.header_bytes
     return trial.find_seconds + nbytes / trial.read_bytes_per_s
 
 
