@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
@@ -17,44 +19,18 @@ from layerstream import shared_pool
 from layerstream.errors import PoolError
 from layerstream.host_pool import HostPool
 from layerstream.shared_pool import PoolShare, Replicas, share_pool
-
-LATEST_S = 30.0
-
-
-class Meeting:
-    """Threads that tell each other values, as ranks do."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks)
-        self._told: list[Any] = [None] * ranks
-
-    def exchange(self, rank: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            self._told[rank] = value
-            self._barrier.wait(LATEST_S)
-            everyone = list(self._told)
-            self._barrier.wait(LATEST_S)
-            return everyone
-
-        return exchange
+from tests.rigs.meeting import Meeting
 
 
 def all_at_once(ranks: int, count: int, act: Callable[[Replicas], Any]) -> list[Any]:
-    meeting, results = Meeting(ranks), [None] * ranks
-
-    def run(rank: int) -> None:
-        results[rank] = act(Replicas(count=count, rank=rank, exchange=meeting.exchange(rank)))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LATEST_S)
-    return results
+    meeting = Meeting(ranks)
+    replicas = [Replicas(count=count, rank=rank, exchange=meeting.exchange(rank)) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(act, replicas))
 
 
 def files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def pool(share: PoolShare | None) -> HostPool:
@@ -77,6 +53,11 @@ def test_each_group_of_replicas_has_one_pool_that_its_first_rank_writes() -> Non
     for its, value in zip(pools, (7, 7, 9, 9), strict=True):
         assert set(its.span(0, 0, 1).tolist()) == {value}
         assert set(its.span(1, last, 1).tolist()) == {value + 1}
+    firsts = range(0, pools[0].pages, pools[0].pages_per_segment)
+    assert len(firsts) > 2
+    for page in firsts:
+        pools[0].span(0, page, 1).fill_(page)
+    assert [int(pools[1].span(0, page, 1)[0]) for page in firsts] == list(firsts)
     for its in pools:
         its.close()
     assert files() == before
@@ -156,4 +137,4 @@ def test_processes_see_each_others_bytes_and_leave_nothing_behind() -> None:
         assert pickle.load(heard) == b"\x5a" * 8192
         assert other.wait(60) == 0
     its.close()
-    assert not [name for name in os.listdir("/dev/shm") if "layerstream-pool" in name]
+    assert not [path for path in Path("/dev/shm").iterdir() if "layerstream-pool" in path.name]

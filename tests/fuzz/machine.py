@@ -80,7 +80,7 @@ setups = st.builds(
     tails=often,
     tier_objects=st.sampled_from((None, None, 4)),
     admission=st.sampled_from(("all", "all", "all", "reused")),
-)
+).map(lambda setup: replace(setup, blocks=setup.blocks * len(setup.windows)))
 
 
 def action(needs: Callable[[Any], bool] = lambda _: True, **strategies: st.SearchStrategy[Any]) -> Any:

@@ -8,9 +8,11 @@ seen in the step that would have used it.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.register import register
+from tests.rigs.meeting import all_at_once
 
 BLOCK = 16
 LAYERS = 3
@@ -62,6 +65,7 @@ class SchedulerRig:
         prefix_caching: bool = True,
         kv_role: str = "kv_both",
         windows: Sequence[int | None] = (None,),
+        replicas: int = 1,
     ) -> None:
         """
         Args:
@@ -72,6 +76,7 @@ class SchedulerRig:
             ranks: of the engine.
             prefix_caching: vLLM's own.
             kv_role: of the connector.
+            replicas: so many consecutive ranks hold the same KV.
             windows: for each KV cache group the tokens that attention sees; None: all. Layers take turns.
         """
         options = {"sanitize": True, **options}
@@ -98,16 +103,25 @@ class SchedulerRig:
         )
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, LayerStreamConnector)
-        self.workers = [LayerStreamConnector(self.config, KVConnectorRole.WORKER, self.cache) for _ in range(ranks)]
+        self.cache.kv_tp_replicas = replicas
+        self.config.parallel_config.tensor_parallel_size = ranks
+        self.workers = [
+            LayerStreamConnector(_of_rank(self.config, rank), KVConnectorRole.WORKER, self.cache)
+            for rank in range(ranks)
+        ]
         self.kv = [
             {name: torch.full((num_blocks, 1, BLOCK, 4), -1, dtype=torch.int64) for name in self.layers}
             for _ in range(ranks)
         ]
-        shakes = {}
-        for rank, (worker, tensors) in enumerate(zip(self.workers, self.kv, strict=True)):
-            self.config.parallel_config.rank = rank  # as vLLM's workers do in processes of their own
-            worker.register_kv_caches(tensors)
-            shakes[0, rank] = worker.get_handshake_metadata()
+        register_caches = [
+            partial(worker.register_kv_caches, tensors) for worker, tensors in zip(self.workers, self.kv, strict=True)
+        ]
+        if replicas == 1:
+            for register_cache in register_caches:
+                register_cache()
+        else:
+            all_at_once(register_caches)
+        shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.connector.set_xfer_handshake_metadata_pp_aware(shakes)
         self.aggregator = KVOutputAggregator(ranks)
         self.requests: dict[str, Request] = {}
@@ -255,6 +269,14 @@ class SchedulerRig:
     def _sample(self, name: str, scheduled: int) -> list[int]:
         request, _, stop = self._span(name, scheduled)
         return [100 + (stop * 7919) % 900] if stop == request.num_tokens else []
+
+
+def _of_rank(config: VllmConfig, rank: int) -> VllmConfig:
+    """The configuration as the process of a rank has it."""
+    its = copy.copy(config)
+    its.parallel_config = copy.copy(config.parallel_config)
+    its.parallel_config.rank = rank
+    return its
 
 
 def _spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
