@@ -349,7 +349,7 @@ def test_after_a_refusal_in_the_background_the_pool_stays_as_it_is(
 
 def test_memory_that_cannot_be_pinned_goes_back_and_its_addresses_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[int] = []
-    monkeypatch.setattr(host_pool, "give_back", lambda region: given_back.append(region.nbytes))
+    monkeypatch.setattr(host_pool, "give_back", lambda region, shared: given_back.append(region.nbytes))
     pool = HostPool(
         page_bytes=[MIB], chunk_blocks=1, budget_bytes=4 * MIB, segment_bytes=MIB, pin=FakePinner(refuse_from=3)
     )
