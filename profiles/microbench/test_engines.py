@@ -6,8 +6,6 @@ are about what was hit and computed; how fast it was is for the verdicts.
 
 from __future__ import annotations
 
-import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -53,19 +51,6 @@ class Engines:
     plain: EngineProcess
     lmcache: EngineProcess | None
     lmcache_failure: str
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Prompts:
-    """Makes prompts that no engine has seen: `fresh(n)` is n token ids. The same prompts in every run."""
-    source = random.Random(0)
-    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-
-    def prompt(tokens: int) -> list[int]:
-        # The first ids of a vocabulary are special tokens.
-        return [source.randrange(100, vocabulary) for _ in range(tokens)]
-
-    return prompt
 
 
 @pytest.fixture(scope="module")
