@@ -186,9 +186,10 @@ class SchedulerHalf:
         first, slots = ranks[0], coordinator.planned_slots
         ready = f"; {coordinator.pool_slots} ready, the rest follows in the background" if self._pool_grows else ""
         chunk_bytes = first.block_bytes * first.chunk_blocks
+        pools = sum(rank.keeps for rank in ranks)
         logger.info(
             "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
-            "pool %d slots a rank (%.2f GiB, %s%s), tiers %s, loads %s, decode blocks %s%s, namespace %s",
+            "pool %d slots %s (%.2f GiB, %s%s), tiers %s, loads %s, decode blocks %s%s, namespace %s",
             len(ranks),
             first.device,
             first.layers,
@@ -196,6 +197,7 @@ class SchedulerHalf:
             self._chunk_blocks * self._block_tokens,
             chunk_bytes / (1 << 20),
             slots,
+            "a rank" if pools == len(ranks) else f"for every {len(ranks) // pools} ranks, whose KV is the same",
             slots * chunk_bytes / (1 << 30),
             "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
             ready,

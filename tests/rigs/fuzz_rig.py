@@ -114,7 +114,9 @@ class FuzzRig(SteppingRig):
         blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         for flight in (*flights._due.values(), *flights._overdue.values()):
             if flight.job.kind is JobKind.PARKED_LOAD:
-                assert all(blocks[block].ref_cnt for block in flight.job.all_block_ids), "a block being loaded is not held"
+                assert all(blocks[block].ref_cnt for block in flight.job.all_block_ids), (
+                    "a block being loaded is not held"
+                )
         check_books(self.coordinator)
 
     def _all_free(self) -> bool:

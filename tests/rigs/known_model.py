@@ -74,7 +74,14 @@ class Span:
 
     @classmethod
     def of(
-        cls, life: Life, block_ids: Sequence[Sequence[int]], *, start: int, scheduled: int, drafts: Sequence[int], samples: bool
+        cls,
+        life: Life,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        start: int,
+        scheduled: int,
+        drafts: Sequence[int],
+        samples: bool,
     ) -> Span:
         """
         Args:

@@ -56,7 +56,9 @@ def latent(folder: Path) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        n_routed_experts=None,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
     )
     return _save(DeepseekV2ForCausalLM, config, folder)
 

@@ -25,7 +25,11 @@ class VllmEngine(LocalEngine):
         The function must use nothing but its arguments: test modules cannot be imported in the engine's processes, so
         its code travels instead of its name.
         """
-        return self.llm.collective_rpc(_in_worker, args=(marshal.dumps(function.__code__), *args))[0]
+        return self.in_workers(function, *args)[0]
+
+    def in_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same in the process of every rank."""
+        return list(self.llm.collective_rpc(_in_worker, args=(marshal.dumps(function.__code__), *args)))
 
 
 def _in_worker(_: Any, code: bytes, *args: Any) -> Any:
