@@ -392,7 +392,7 @@ def test_a_step_that_fills_no_block_looks_at_nothing() -> None:
         def __len__(self) -> int:
             raise AssertionError("looked at the hashes")
 
-    def never() -> list[int]:
+    def never() -> list[list[int]]:
         raise AssertionError("asked for block ids")
 
     for tokens in (2 * B, 2 * B + 1, 3 * B - 1):

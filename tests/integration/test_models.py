@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerstream.model_store import tiny_model
 from tests.rigs import tiny_models
@@ -69,6 +70,9 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callab
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build quantizes KV on CPUs with AVX-512 or AMX only"
+)
 def test_a_quantized_cache(tmp_path: Path) -> None:
     with started(tiny_model(tmp_path), kv_cache_dtype="fp8") as engine:
         check_hits(engine)

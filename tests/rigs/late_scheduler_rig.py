@@ -105,7 +105,7 @@ class LateSchedulerRig(SchedulerRig):
 
     def _write(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
         request, start, stop = self._span(name, scheduled)
-        blocks, slots = self._places(name, stop)
+        blocks, slots = self._places(name, stop, layer)
         values = self._values(request, stop, layer)[start:, None]
 
         def write() -> None:
@@ -114,14 +114,15 @@ class LateSchedulerRig(SchedulerRig):
         self._work(cache, write)
 
     def _check(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
-        request, _, stop = self._span(name, scheduled)
-        blocks, slots = self._places(name, stop)
-        want = self._values(request, stop, layer)[:, None].expand(-1, 4)
+        request, start, stop = self._span(name, scheduled)
+        first = self.first_seen(layer, start)
+        blocks, slots = (places[first:] for places in self._places(name, stop, layer))
+        want = self._values(request, stop, layer)[first:, None].expand(-1, 4)
 
         def check() -> None:
             read = cache[blocks, 0, slots]
             if not torch.equal(read, want):
-                tokens = (read != want).any(dim=1).nonzero()[:, 0].tolist()
+                tokens = (first + (read != want).any(dim=1).nonzero()[:, 0]).tolist()
                 self.wrong.append(f"request {name}, layer {layer}: wrong KV at tokens {tokens[:8]} of {stop}")
 
         self._work(cache, check)
