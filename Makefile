@@ -17,7 +17,7 @@ SOAK_OUT ?= out/soak.json
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-next check bench fuzz soak gpu-validate clean
+.PHONY: help setup demo test test-full test-next check bench fuzz mutants soak gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ bench: setup ## measure against the targets: about an hour, with the machine lef
 fuzz: setup ## serve at random under vLLM's real scheduler, for FUZZ_MINUTES (an hour)
 	@mkdir -p $(dir $(FUZZ_OUT))
 	@$(BIN)/python profiles/fuzz.py --minutes $(FUZZ_MINUTES) --out $(FUZZ_OUT)
+
+mutants: setup ## make faults in the code by hand, one at a time, and see which test finds each
+	@$(BIN)/python profiles/mutations.py
 
 soak: setup ## serve on all tiers while services, disk and engine fail, for SOAK_MINUTES (10)
 	@mkdir -p $(dir $(SOAK_OUT))

@@ -29,7 +29,7 @@ class BlockHashes:
     def __init__(self) -> None:
         self._known: dict[str, tuple[list[bytes], list[bytes]]] = {}
         """Request -> what vLLM said, and what became of it."""
-        self._adapters: dict[tuple[str, str], bytes] = {}
+        self._adapters: dict[tuple[str, str, int], bytes] = {}
 
     def of(self, request: Request) -> list[bytes]:
         """The request's hashes so far: the same list as long as vLLM only adds to its own, another one after that."""
@@ -50,7 +50,8 @@ class BlockHashes:
         self._known.pop(request_id, None)
 
     def _adapted(self, hashes: list[bytes], lora: LoRARequest) -> list[bytes]:
-        name = (lora.lora_name, lora.lora_path)
+        # An adapter that was unloaded and is loaded again has another number, and maybe other weights.
+        name = (lora.lora_name, lora.lora_path, lora.lora_int_id)
         if name not in self._adapters or getattr(lora, "load_inplace", False):
             self._adapters[name] = self._fingerprint(lora)
         key = self._adapters[name]

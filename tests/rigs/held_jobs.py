@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from layerstream.jobs import Job, JobKind, Report
 
 if TYPE_CHECKING:
+    from layerstream.coordinator import Coordinator
+    from layerstream.engine import StreamEngine
     from layerstream.jobs import StepPlan
     from tests.rigs.scheduler_rig import SchedulerRig
 
@@ -22,11 +24,11 @@ class HeldJobs:
     """
 
     def __init__(self, rig: SchedulerRig) -> None:
-        engine = rig.workers[0].worker.engine
-        coordinator = rig.connector.scheduler._coordinator
+        engine: StreamEngine | None = rig.workers[0].worker.engine
+        coordinator: Coordinator | None = rig.connector.scheduler._coordinator
         assert engine is not None and coordinator is not None
-        self._poll, engine.poll = engine.poll, self._ask  # type: ignore[method-assign]
-        self._plan, coordinator.plan = coordinator.plan, self._note  # type: ignore[method-assign]
+        self._poll, self._plan = engine.poll, coordinator.plan
+        engine.poll, coordinator.plan = self._ask, self._note  # type: ignore[method-assign]
         self.jobs: list[Job] = []
         """All that the ranks were given, in order."""
         self.holding = True

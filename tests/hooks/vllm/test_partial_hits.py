@@ -21,8 +21,8 @@ class Watched:
     def __init__(self, rig: SchedulerRig) -> None:
         self.rig = rig
         self._match, self._allocated = rig.connector.get_num_new_matched_tokens, rig.connector.update_state_after_alloc
-        rig.connector.get_num_new_matched_tokens = self._note  # type: ignore[method-assign]
-        rig.connector.update_state_after_alloc = self._look  # type: ignore[method-assign]
+        rig.connector.get_num_new_matched_tokens = self._note
+        rig.connector.update_state_after_alloc = self._look
         self._jobs = HeldJobs(rig)
         self._jobs.holding = False
         self._offers: list[tuple[int, int | None]] = []
@@ -30,7 +30,7 @@ class Watched:
         self._before: list[Any] = []
 
     def serve(self, name: str, tokens: list[int]) -> tuple[int, int]:
-        """Blocks of vLLM's own hit and of ours beyond it; exactly these were loaded, and no byte before them changed."""
+        """Blocks of vLLM's own hit and of ours beyond it; only these were loaded, and no byte before them changed."""
         self._offers.clear()
         self._jobs.jobs.clear()
         hit = self.rig.serve(name, tokens)
@@ -65,20 +65,20 @@ class Watched:
 def test_exactly_what_lies_between_vllms_hit_and_ours_is_loaded(make_rig: MakeRig, more: int) -> None:
     """Chunks of 64 tokens; a hit may begin and end inside one."""
     rig = Watched(make_rig())
-    seen = set()
-    for stored in (0, 1, 15, 16, 17, 31, 33, 48, 60, 63, 64, 65, 79, 80, 96, 127, 128, 129, 150, 160, 200):
-        ids = prompt(stored + BLOCK, seed=stored)
+    seen: set[tuple[int, ...]] = set()
+    for stored in (0, 1, 16, 31, 33, 48, 60, 64, 65, 96, 127, 128, 200):
+        ids = prompt(stored, seed=stored)
         if stored:
-            rig.rig.serve("cold", ids[:stored])
+            rig.rig.serve("cold", ids)
             rig.rig.hits.clear()
         for local in range(stored // BLOCK + 1):
             rig.make_local(ids[: local * BLOCK])
-            asked = ids[: max(1, stored + more)]
+            asked = [*ids, *prompt(more, seed=1000 + len(seen))] or [7]
             stop = min(stored, len(asked) - 1) // BLOCK
             found = rig.serve(f"{stored} {local}", asked)
             assert found == (min(local, stop), stop - min(local, stop))
-            seen.add(found)
-    assert {(0, 0), (0, 1), (3, 1), (4, 5), (9, 0)} <= seen
+            seen.add((*found, stored, local))
+    assert {(0, 0), (0, 1), (2, 1)} <= {found[:2] for found in seen}
     assert_idle(rig.rig)
 
 

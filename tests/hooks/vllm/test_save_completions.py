@@ -1,4 +1,4 @@
-"""Saves of one request that end one after another, in any order, some of them when the request has a new life or none."""
+"""Saves of one request that end one after another, in any order, when the request may have a new life or none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from layerstream.coordinator import Coordinator
 from layerstream.jobs import Job, JobKind
 from tests.hooks.vllm.test_scheduling import assert_idle, prompt
 from tests.rigs.held_jobs import HeldJobs
@@ -20,7 +21,8 @@ MakeRig = Callable[..., SchedulerRig]
 
 def found(rig: SchedulerRig, name: str) -> int:
     """Blocks of a request's tokens that are a hit."""
-    request, coordinator = rig.requests[name], rig.connector.scheduler._coordinator
+    request = rig.requests[name]
+    coordinator: Coordinator | None = rig.connector.scheduler._coordinator
     assert coordinator is not None
     tokens = coordinator.match("asks", request.block_hashes, request.num_tokens + BLOCK, 0)
     assert tokens is not None
@@ -84,6 +86,7 @@ def test_a_save_of_an_earlier_life_is_not_taken_for_one_of_the_next(make_rig: Ma
         held.let(*jobs)
         rig.step()
         assert found(rig, "a") == blocks
+    held.holding = False
     rig.run()
     assert_idle(rig)
     assert rig.scheduler.reset_prefix_cache()
