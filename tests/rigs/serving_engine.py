@@ -1,23 +1,18 @@
-"""A real vLLM engine whose scheduler and worker a test can look into, slow down and damage.
-
-Functions travel to the engine's processes by their code and can use nothing but their arguments and what they import:
-test modules cannot be imported there.
-"""
+"""A real vLLM engine whose scheduler and worker a test can look into."""
 
 from __future__ import annotations
 
 import marshal
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from layerstream.hooks.vllm.register import NAME
+from tests.rigs import engine_code
 from tests.rigs.vllm_engine import VllmEngine
 
 BLOCK = 32
@@ -45,6 +40,18 @@ class Served:
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
     finish_reason: str | None
+
+
+class Load(NamedTuple):
+    """Tokens that vLLM took from the connector when it admitted a request."""
+
+    tokens: int
+    until: int
+    """Where in the request they end."""
+    known: int
+    """Tokens that the request then had."""
+    asked: int
+    """Those of its prompt."""
 
 
 def difference(one: Served, other: Served) -> float:
@@ -91,6 +98,7 @@ class ServingEngine(VllmEngine):
             transfer: further entries of vLLM's `kv_transfer_config`.
             arguments: of `VllmEngine`.
         """
+        self.closed = False
         with ExitStack() as stack:
             if two_steps_in_flight:
                 stack.enter_context(_async_scheduling_stays_on())
@@ -104,11 +112,11 @@ class ServingEngine(VllmEngine):
         try:
             if two_steps_in_flight:
                 assert self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-                self.in_worker(_stand_in_for_cuda_streams)
+                self.in_worker(engine_code.stand_in_for_cuda_streams)
             core = self.llm.llm_engine.engine_core
-            core.call_utility("__setattr__", "install_for_tests", _install)
+            core.call_utility("__setattr__", "install_for_tests", engine_code.install)
             core.call_utility("install_for_tests")
-            self.in_core(_count)
+            self.in_core(engine_code.count)
             self.idle = self.books()
         except BaseException:
             self.close()
@@ -121,17 +129,19 @@ class ServingEngine(VllmEngine):
 
     def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(worker_half, *args)` in the first rank's process and return what it returns."""
-        return self.llm.collective_rpc(_in_worker, args=(marshal.dumps(function.__code__), "half", *args))[0]
+        return self.llm.collective_rpc(engine_code.in_worker, args=(marshal.dumps(function.__code__), "half", *args))[0]
 
     def in_model(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(model, *args)` in the first rank's process and return what it returns."""
-        return self.llm.collective_rpc(_in_worker, args=(marshal.dumps(function.__code__), "model", *args))[0]
+        return self.llm.collective_rpc(engine_code.in_worker, args=(marshal.dumps(function.__code__), "model", *args))[
+            0
+        ]
 
     def ask(
         self,
         prompts: Sequence[Prompt],
         *,
-        tokens: int = 4,
+        tokens: int | Sequence[int] = 4,
         cold: bool = False,
         lora: Any = None,
         priority: Sequence[int] | None = None,
@@ -141,13 +151,14 @@ class ServingEngine(VllmEngine):
 
         Args:
             prompts: token ids, or what vLLM takes for a prompt.
-            tokens: exactly so many are generated.
+            tokens: exactly so many are generated, for all prompts or for each.
             cold: compute all of it, whatever any cache holds.
             lora: vLLM's request for an adapter.
             priority: for each prompt.
             params: of vLLM's `SamplingParams`.
         """
-        sampling = self.sampling(tokens=tokens, skip_reading_prefix_cache=cold or None, **params)
+        counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+        sampling = [self.sampling(tokens=count, skip_reading_prefix_cache=cold or None, **params) for count in counts]
         asked = [dict(one) if isinstance(one, Mapping) else {"prompt_token_ids": list(one)} for one in prompts]
         outputs = self.llm.generate(
             asked,
@@ -164,7 +175,7 @@ class ServingEngine(VllmEngine):
 
     def books(self) -> dict[str, int]:
         """What is in use in vLLM's pool and in the scheduler half."""
-        return dict(self.in_core(_books))
+        return dict(self.in_core(engine_code.books))
 
     def settled(self) -> dict[str, int]:
         """`books` once no transfer is under way, which must be soon after the last request."""
@@ -174,17 +185,26 @@ class ServingEngine(VllmEngine):
             time.sleep(0.02)
         return books
 
-    def external(self) -> list[tuple[int, int, int]]:
-        """Each load since the last call, as vLLM admitted it: its tokens, all tokens then known of the request, and
-        those of its prompt."""
-        return [(loaded, known, asked) for loaded, known, asked in self.in_core(_take_external)]
+    def loads(self) -> list[Load]:
+        """Each load since the last call, in the order in which vLLM admitted them."""
+        return [Load(*each) for each in self.in_core(engine_code.take_loads)]
+
+    def loaded(self) -> list[int]:
+        """The tokens of each load since the last call."""
+        return [load.tokens for load in self.loads()]
 
     def preemptions(self) -> int:
         """Since the last call."""
-        return int(self.in_core(_take_preemptions))
+        return int(self.in_core(engine_code.take_preemptions))
 
     def processes(self) -> list[int]:
-        return [self.in_core(_pid), self.in_worker(_pid)]
+        """The scheduler's and the worker's."""
+        return [self.in_core(engine_code.pid), self.in_worker(engine_code.pid)]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            super().close()
 
 
 @contextmanager
@@ -193,11 +213,11 @@ def _async_scheduling_stays_on() -> Any:
 
     check = CpuPlatform.check_and_update_config
 
-    def keep(config: Any) -> None:
+    def keep(_: Any, config: Any) -> None:
         check(config)
         config.scheduler_config.async_scheduling = True
 
-    with mock.patch.object(CpuPlatform, "check_and_update_config", keep):
+    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep)):
         yield
 
 
@@ -213,189 +233,3 @@ def _transfer_config(more: Mapping[str, Any]) -> Any:
 
     with mock.patch.object(vllm, "LLM", make):
         yield
-
-
-def _install() -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    def run_for_tests(self: Any, code: bytes, args: list[Any]) -> Any:
-        import builtins
-        import marshal
-        import types
-
-        return types.FunctionType(marshal.loads(code), {"__builtins__": builtins})(self, *args)
-
-    EngineCore.run_for_tests = run_for_tests
-
-
-def _in_worker(worker: Any, code: bytes, what: str, *args: Any) -> Any:
-    import builtins
-    import marshal
-    import types
-
-    function = types.FunctionType(marshal.loads(code), {"__builtins__": builtins})
-    if what == "model":
-        return function(worker.model_runner.get_model(), *args)
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    connector = get_kv_transfer_group()
-    children = getattr(connector, "_connectors", [connector])
-    return function(next(each for each in children if hasattr(each, "worker")).worker, *args)
-
-
-# Pickled with their code for the reason above, which picklers do for functions of the main module.
-_install.__module__ = _in_worker.__module__ = "__main__"
-
-
-def _count(core: Any) -> None:
-    scheduler = core.scheduler
-    core.external, core.preempted = [], 0
-    allocated, preempt = scheduler.connector.update_state_after_alloc, scheduler._preempt_request
-
-    def count_external(request: Any, blocks: Any, tokens: int) -> None:
-        if tokens:
-            core.external.append((tokens, request.num_tokens, request.num_prompt_tokens))
-        allocated(request, blocks, tokens)
-
-    def count_preemption(*args: Any, **kwargs: Any) -> Any:
-        core.preempted += 1
-        return preempt(*args, **kwargs)
-
-    scheduler.connector.update_state_after_alloc = count_external
-    scheduler._preempt_request = count_preemption
-
-
-def _take_external(core: Any) -> list[tuple[int, int, int]]:
-    taken, core.external = core.external, []
-    return list(taken)
-
-
-def _take_preemptions(core: Any) -> int:
-    taken, core.preempted = core.preempted, 0
-    return int(taken)
-
-
-def _books(core: Any) -> dict[str, int]:
-    scheduler = core.scheduler
-    children = getattr(scheduler.connector, "_connectors", [scheduler.connector])
-    half = next(each for each in children if hasattr(each, "scheduler")).scheduler
-    coordinator, pool = half._coordinator, scheduler.kv_cache_manager.block_pool
-    chunks = coordinator._index._heads.values()
-    return {
-        "free": pool.get_num_free_blocks(),
-        "references": sum(block.ref_cnt for block in pool.blocks if not block.is_null),
-        "pins": sum(chunk.pins for chunk in chunks),
-        "writers": sum(chunk.writers for chunk in chunks),
-        "due": len(coordinator._flights._due),
-        "overdue": len(coordinator._flights._overdue),
-        "requests": len(scheduler.requests) + len(half._requests) + len(half._asked) + len(coordinator._requests),
-    }
-
-
-def _pid(_: Any) -> int:
-    import os
-
-    return os.getpid()
-
-
-def _stand_in_for_cuda_streams(_: Any) -> None:
-    """The model runner copies a step's tokens on a CUDA stream; on a CPU they are there when the step is over."""
-    import contextlib
-
-    import torch
-
-    class Nothing:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def __getattr__(self, _: str) -> Any:
-            return lambda *_, **__: None
-
-    torch.cuda.Event = Nothing
-    torch.cuda.current_stream = lambda *_: Nothing()
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-
-
-class Gate:
-    """Holds the copies of some of a worker's streams until it is opened. A context manager."""
-
-    def __init__(self, engine: ServingEngine, file: Path, *streams: str) -> None:
-        self._engine, self._file, self._streams = engine, file, list(streams)
-        self._reached = file.with_suffix(".reached")
-
-    def __enter__(self) -> Gate:
-        self._file.touch()
-        self._engine.in_worker(_late_copies, self._streams, str(self._file), str(self._reached), 0.0, 0)
-        return self
-
-    def await_copy(self) -> None:
-        """Wait until a copy is held."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self._reached.exists():
-            assert time.monotonic() < deadline, f"no copy of {self._streams} was made"
-            time.sleep(0.005)
-
-    def open(self) -> None:
-        self._file.unlink(missing_ok=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.open()
-        if self._engine.llm.llm_engine.engine_core.resources.engine_dead:
-            return
-        self._engine.in_worker(_prompt_copies)
-
-
-def delay_copies(engine: ServingEngine, *, most_s: float, seed: int) -> None:
-    """From here on each copy is late by a random time."""
-    engine.in_worker(_late_copies, [], "", "", most_s, seed)
-
-
-def _late_copies(_: Any, streams: list[str], gate: str, reached: str, most_s: float, seed: int) -> None:
-    import os
-    import random
-    import time
-
-    from layerstream.streams import cpu_streams
-
-    attempt = getattr(cpu_streams, "prompt_attempt", cpu_streams._attempt)
-    cpu_streams.prompt_attempt = attempt
-    dice = random.Random(seed)
-
-    def late(stream: str, work: Any, args: Any, kwargs: Any) -> Any:
-        if work is not cpu_streams._pass and (not streams or stream in streams):
-            if gate:
-                open(reached, "w").close()
-                while os.path.exists(gate):
-                    time.sleep(0.002)
-            time.sleep(dice.uniform(0, most_s))
-        return attempt(stream, work, args, kwargs)
-
-    cpu_streams._attempt = late
-
-
-def _prompt_copies(_: Any) -> None:
-    from layerstream.streams import cpu_streams
-
-    cpu_streams._attempt = cpu_streams.prompt_attempt
-
-
-def resident_mib(processes: Sequence[int]) -> float:
-    """Memory of its own that these processes have in RAM."""
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes)
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-__all__ = [
-    "BLOCK",
-    "NAME",
-    "TOLERANCE",
-    "Gate",
-    "Served",
-    "ServingEngine",
-    "delay_copies",
-    "difference",
-    "prompt",
-    "resident_mib",
-    "served",
-    "whole_blocks",
-]

@@ -60,6 +60,10 @@ def test_an_adapter_loaded_in_place_is_looked_at_again(tmp_path: Path) -> None:
 
 
 def test_an_adapter_without_a_fingerprint_is_found_in_this_process_alone(tmp_path: Path) -> None:
-    lora, theirs, known = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path)), [b"a" * 32], BlockHashes()
+    lora, theirs, known = (
+        SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path)),
+        [b"a" * 32],
+        BlockHashes(),
+    )
     assert known.of(request(theirs, lora, name="1")) == known.of(request(theirs, lora, name="2"))
     assert BlockHashes().of(request(theirs, lora)) != known.of(request(theirs, lora, name="1"))
