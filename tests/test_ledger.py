@@ -51,7 +51,7 @@ def test_seconds_of_a_save_are_summed_over_its_parts() -> None:
     transfer: Any = SimpleNamespace(
         kind=JobKind.SAVE,
         jobs=[job(1, JobKind.SAVE, [1])],
-        move=SimpleNamespace(count=1),
+        blocks=1,
         nbytes=64,
         parts=[SimpleNamespace(begun=0.0, done=1.0), SimpleNamespace(begun=2.0, done=5.0)],
         finished=lambda: True,

@@ -85,7 +85,7 @@ def test_rows_end_where_segments_of_the_pool_do_though_they_lie_side_by_side() -
     pages = LayerPages(name="a", num_pages=BLOCKS, offset=0, page_stride=page, run_offsets=(0,), run_bytes=page)
     memory = torch.zeros(8 * page, dtype=torch.uint8)
     segments = [memory[: 4 * page], memory[4 * page :]]
-    with mock.patch.object(HostPool, "_map_segment", side_effect=segments):
+    with mock.patch.object(HostPool, "_map", return_value=segments):
         pool = HostPool(page_bytes=[page], chunk_blocks=4, budget_bytes=8 * page, segment_bytes=4 * page)
     assert pool.pages_per_segment == 4
     geometry = KVGeometry(layers=(pages,), num_blocks=BLOCKS, block_tokens=1)
