@@ -75,17 +75,11 @@ class FuzzRig(SteppingRig):
             mailbox.hurry(lost=True)
         # What ranks still have to say, of jobs that were given up or of tiers, comes with the next steps, whatever
         # their cause. An ill tier is well again after a while.
-        for _ in range(12):
+        for _ in range(6):
             self.run_devices()
             self.jump(1.0)
             self.seconds += LONGEST_ILL_S
             self.step()
-            # What waited for a tier that was ill is written then, before the engine stops stepping.
-            for _ in range(PATIENCE):
-                if not self.connector.has_pending_push_work():
-                    break
-                self.run_devices()
-                self.step()
         while self._pending:
             self._book()
         self.run_devices()
