@@ -80,6 +80,12 @@ class FuzzRig(SteppingRig):
             self.jump(1.0)
             self.seconds += LONGEST_ILL_S
             self.step()
+            # What waited for a tier that was ill is written then, before the engine stops stepping.
+            for _ in range(PATIENCE):
+                if not self.connector.has_pending_push_work():
+                    break
+                self.run_devices()
+                self.step()
         while self._pending:
             self._book()
         self.run_devices()
