@@ -194,6 +194,9 @@ class EngineLife:
 async def _live(setup: Mapping[str, Any], answers: int) -> None:
     os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # The CPU build keeps a kernel for each length of step that it has seen, hundreds of MiB of them, with any connector
+    # or none.
+    os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4", "LRU_CACHE_CAPACITY": "4"}
     # Functions that are compiled when first used need files that grow, which is one of the faults.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cores = sorted(os.sched_getaffinity(0))

@@ -13,9 +13,8 @@ from profiles.soak.checks import Tally
 EVERY_S = 0.5
 SETTLED_S = 25.0
 """Seconds after its start in which an engine's memory may still grow as it likes: buffers are made at first use."""
-MOST_GROWTH_MIB = 512
-"""Memory that an engine may take on afterwards. One without tiers takes 200 MiB in its first minute: what the CPU build
-keeps grows with the lengths of prompts that it has seen."""
+MOST_GROWTH_MIB = 256
+"""Memory that an engine may take on afterwards."""
 SAMPLE_S = 10.0
 SHM = Path("/dev/shm")
 MIB = 1 << 20
