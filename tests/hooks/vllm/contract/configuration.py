@@ -69,12 +69,14 @@ CONFIGURATION: Final[tuple[Fact, ...]] = (
     Members(
         file=_SPECS,
         cls="KVCacheConfig",
-        only="num_blocks kv_cache_groups kv_cache_layout hash_block_size",
+        only="num_blocks kv_cache_groups kv_cache_layout hash_block_size cache_hit_alignment_tokens kv_tp_replicas",
         why="compat.py, identify.py",
     ),
-    Members(file=_SPECS, cls="KVCacheGroupSpec", only="layer_names kv_cache_spec", why="compat.py"),
-    Family(file=_SPECS, root="KVCacheSpec", why="which caches are full attention and nothing else (unsupported)"),
+    Members(file=_SPECS, cls="KVCacheGroupSpec", only="layer_names kv_cache_spec enable_kv_transfer", why="compat.py"),
+    Family(file=_SPECS, root="KVCacheSpec", why="which caches are what their type says and nothing else (unsupported)"),
     Members(file=_SPECS, cls="KVCacheSpec", only="block_size", why="compat.py"),
+    Methods(file=_SPECS, cls="KVCacheSpec", only="prefix_cacheable", why="which groups are left alone (cache_groups)"),
+    Names(file="distributed/parallel_state.py", names="get_tp_group", why="how replicas meet (replicas)"),
     Names(file="config/__init__.py", names="get_layers_from_vllm_config", why="attention backends (attention_of)"),
     Names(file="config/vllm.py", names="get_layers_from_vllm_config", why="attention backends (attention_of)"),
     Methods(

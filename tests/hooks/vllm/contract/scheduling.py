@@ -9,6 +9,7 @@ from tests.hooks.vllm.contract.searches import Writes
 
 _SCHEDULER: Final = "v1/core/sched/scheduler.py"
 _HASHES: Final = "v1/core/kv_cache_utils.py"
+_MANAGERS: Final = "v1/core/single_type_kv_cache_manager.py"
 
 SCHEDULING: Final[tuple[Fact, ...]] = (
     Order(
@@ -135,7 +136,30 @@ SCHEDULING: Final[tuple[Fact, ...]] = (
         only="get_block_ids",
         why="ids per group, in prefix order (SchedulerHalf.allocated)",
     ),
-    Members(file="v1/core/block_pool.py", cls="BlockPool", only="blocks", why="blocks by id (BlockPoolHolds)"),
+    Members(
+        file="v1/core/block_pool.py",
+        cls="BlockPool",
+        only="blocks null_block",
+        why="blocks by id (BlockPoolHolds); the one that stands for blocks a window has passed (SchedulerHalf._tables)",
+    ),
+    Order(
+        file=_MANAGERS,
+        function="SingleTypeKVCacheManager.add_local_computed_blocks",
+        watched="num_skipped_tokens get_num_skipped_tokens num_skipped_blocks _null_block req_blocks",
+        why="what a window has passed of a hit is the null block, from its start on (SchedulerHalf._tables)",
+    ),
+    Order(
+        file=_MANAGERS,
+        function="SingleTypeKVCacheManager.allocate_external_computed_blocks",
+        watched="get_num_skipped_tokens num_external_computed_tokens get_new_blocks req_blocks",
+        why="the rest of an external hit gets blocks in every group (Coordinator.admit)",
+    ),
+    Order(
+        file=_MANAGERS,
+        function="SingleTypeKVCacheManager._remove_blocks_in_range",
+        watched="_null_block blocks free_blocks",
+        why="a running request's passed blocks become the null block, in its table too (Coordinator.observe)",
+    ),
     Order(
         file="v1/core/block_pool.py",
         function="BlockPool.touch",

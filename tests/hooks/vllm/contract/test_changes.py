@@ -201,6 +201,12 @@ BREAKING: dict[str, tuple[str, str, Edit, str]] = {
         ),
         "+class PagedSpec(FullAttentionSpec)",
     ),
+    "what a window has passed is gone from the table": (
+        "v1/core/single_type_kv_cache_manager.py",
+        "SingleTypeKVCacheManager._remove_blocks_in_range",
+        put("            blocks[i] = self._null_block", "            del blocks[i]"),
+        "-    blocks[_] = ._null_block",
+    ),
     "handshakes are under other keys": (
         "v1/worker/gpu_worker.py",
         "Worker.get_kv_connector_handshake_metadata",
