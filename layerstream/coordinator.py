@@ -331,8 +331,8 @@ class Coordinator:
             request_id: the request.
             hashes: its block hashes; they may lag behind, and what has no hash is saved later.
             computed_tokens: real tokens whose KV exist once the step has run: no placeholders, no drafts.
-            tables: as `admit` takes them; called only if there is something to save. Blocks that a window has passed
-                cannot be saved any more, nor can those after them: they are dropped.
+            tables: as `admit` takes them; called only if there is something to save. A block that a window has passed
+                cannot be saved any more, and a prompt is not saved behind a gap: all of it is dropped.
             step_tokens: how many of them the step computes; None if all.
         """
         request = self._requests.get(request_id)
@@ -351,7 +351,7 @@ class Coordinator:
         if start == stop:
             return
         blocks = tables()
-        if any(table[start] < 0 for table in blocks):
+        if any(min(table[start:stop]) < 0 for table in blocks):
             self._stats.dropped_blocks += stop - start
             return
         room, spans = stop, self._index.reserve(hashes, start, stop, tenant=request.tenant)

@@ -174,12 +174,12 @@ class StreamEngine:
     def _transfer(self, step: int, jobs: tuple[Job, ...], table: torch.Tensor) -> Transfer:
         """Describe what moves these jobs, whose blocks lie in `table` one KV cache group after the other."""
         moves: list[Move | None] = []
-        first = 0
+        first, anything = 0, len(table) > 0
         for groups in zip(*(job.groups for job in jobs), strict=True):
             ids = [block for group in groups for block in group.block_ids]
             runs = [run for group in groups for page, count in group.pool_runs for run in self.pool.split(page, count)]
-            nothing = not (ids or runs) and len(table)
-            moves.append(None if nothing else Move(ids, table[first : first + len(ids)], runs))
+            passed = anything and not (ids or runs)
+            moves.append(None if passed else Move(ids, table[first : first + len(ids)], runs))
             first += len(ids)
         most = max(move.count for move in moves if move is not None)
         path = self._paths.save if jobs[0].kind is JobKind.SAVE else self._paths.load(most)

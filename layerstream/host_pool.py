@@ -207,7 +207,6 @@ class HostPool:
         try:
             if share is not None:
                 mapped = share.map(segments, nbytes)
-                share.close()
             else:
                 private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 mapped = [mmap.mmap(-1, nbytes, flags=private) for _ in range(segments)]
@@ -215,6 +214,9 @@ class HostPool:
             raise PoolError(
                 f"the system refused {segments * nbytes / 2**30:.3f} GiB of memory ({error}); set host_gib lower"
             ) from error
+        finally:
+            if share is not None:
+                share.close()
         return [self._as_tensor(memory) for memory in mapped]
 
     @staticmethod

@@ -412,6 +412,18 @@ def test_without_save_decode_only_the_prompt_is_saved() -> None:
     assert rig.jobs() == ()
 
 
+@pytest.mark.parametrize("passed", range(4))
+def test_what_a_group_has_no_block_for_is_never_saved(passed: int) -> None:
+    rig = Rig()
+    prompt = chain(range(4))
+    rig.admit("a", prompt)
+    table = rig.blocks["a"]
+    windowed = [-1 if place == passed else block + 1000 for place, block in enumerate(table)]
+    rig.coordinator.observe("a", prompt, 4 * B, lambda: [table, windowed])
+    assert rig.jobs() == () and rig.coordinator.pool_used == 0
+    assert rig.coordinator.take_stats().dropped_blocks == 4
+
+
 def test_two_requests_of_one_step_save_a_shared_prefix_once() -> None:
     rig = Rig()
     one, two = chain([0, 1, 2]), chain([0, 1, "x"])

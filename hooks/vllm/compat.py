@@ -60,11 +60,13 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     groups = _prefix_groups(kv_cache_config)
     if not groups:
         return "the model has no KV cache group in which prefixes are cached"
-    for _, group in groups:
-        for spec in _layer_specs(group.kv_cache_spec):
-            if type(spec) not in (*_FULL, *_WINDOWED):
-                allowed = ", ".join(kind.__name__ for kind in (*_FULL, *_WINDOWED))
-                return f"a KV cache group is {type(spec).__name__}; {allowed} are supported"
+    specs = [spec for _, group in groups for spec in _layer_specs(group.kv_cache_spec)]
+    for spec in specs:
+        if type(spec) not in (*_FULL, *_WINDOWED):
+            allowed = ", ".join(kind.__name__ for kind in (*_FULL, *_WINDOWED))
+            return f"a KV cache group is {type(spec).__name__}; {allowed} are supported"
+    if all(type(spec) is ChunkedLocalAttentionSpec for spec in specs):
+        return "all its attention is chunked; a hit that ends with a chunk has nothing to load"
     sizes = {group.kv_cache_spec.block_size for _, group in groups}
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
     step_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)

@@ -122,7 +122,8 @@ def _processor(folder: Path | None, arguments: Mapping[str, Any] | None) -> str:
 def _drafter(vllm_config: VllmConfig) -> str | None:
     """Fingerprint of the model that drafts; empty without one, and where it lies among the model's own files."""
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if drafter is None or drafter.model == vllm_config.model_config.model:
+    model = vllm_config.model_config
+    if drafter is None or (drafter.model, drafter.revision) == (model.model, model.revision):
         return ""
     folder = _weights_folder(vllm_config, drafter)
     return None if folder is None else fingerprint_weights(folder)

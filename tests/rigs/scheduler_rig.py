@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -33,7 +34,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,6 +53,15 @@ from tests.rigs.meeting import all_at_once
 BLOCK = 16
 LAYERS = 3
 EOS = 1
+
+
+class Chunked(int):
+    """Attention sees so many tokens at most: those of its chunk."""
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids, others for each seed."""
+    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
 
 
 class WrongBytes(AssertionError):
@@ -238,6 +255,8 @@ class SchedulerRig:
     def first_seen(self, layer: int, position: int) -> int:
         """The first position that attention of a layer reads for the token at `position`."""
         window = self.windows[self.group_of(layer)]
+        if isinstance(window, Chunked):
+            return position - position % window
         return 0 if window is None else max(0, position - window + 1)
 
     def _places(self, name: str, stop: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,8 +298,10 @@ def _of_rank(config: VllmConfig, rank: int) -> VllmConfig:
     return its
 
 
-def _spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
+def _spec(window: int | None) -> AttentionSpec:
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+    if isinstance(window, Chunked):
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=int(window))
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 

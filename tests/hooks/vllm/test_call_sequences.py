@@ -15,9 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.messages import StepMetadata, WorkerReport
 from layerstream.jobs import Job, JobKind, StepPlan
-from tests.hooks.vllm.test_scheduling import prompt
 from tests.rigs.engine_rig import job, reports
-from tests.rigs.scheduler_rig import BLOCK, LAYERS, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, LAYERS, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

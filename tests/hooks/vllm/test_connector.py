@@ -12,6 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -45,6 +46,12 @@ def full() -> FullAttentionSpec:
 
 def windowed(block_size: int = BLOCK) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=32)
+
+
+def chunked() -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32, attention_chunk_size=32
+    )
 
 
 def sinks() -> SinkFullAttentionSpec:
@@ -93,9 +100,10 @@ def test_a_wrong_option_is_one_error_in_every_process(tmp_path: Path, role: KVCo
         (cache_config(sinks()), "a KV cache group is SinkFullAttentionSpec; FullAttentionSpec, MLA"),
         (cache_config(mixed(full(), sinks())), "a KV cache group is SinkFullAttentionSpec"),
         (cache_config(full(), windowed(2 * BLOCK)), "blocks of 16, 32 tokens, hashed every None and hit every None"),
+        (cache_config(chunked()), "all its attention is chunked"),
         (cache_config(), "no KV cache group in which prefixes are cached"),
     ],
-    ids=["state", "sinks", "sinks among others", "blocks of two sizes", "no group"],
+    ids=["state", "sinks", "sinks among others", "blocks of two sizes", "chunks alone", "no group"],
 )
 def test_an_unsupported_engine_runs_as_without_the_connector(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: KVCacheConfig, reason: str

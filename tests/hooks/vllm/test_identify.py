@@ -110,5 +110,11 @@ def test_without_a_drafter_of_its_own_there_is_nothing_to_name(cache: Path) -> N
     assert drafter(config(MODEL, cache)) == drafter(config(MODEL, cache, drafter=MODEL)) == ""
 
 
+def test_another_revision_of_the_model_is_a_drafter_of_its_own(cache: Path) -> None:
+    folder = snapshot(cache, "1" * 40, b"abcd", ref="main")
+    snapshot(cache, "2" * 40, b"efgh", ref="v2")
+    assert drafter(config(MODEL, cache, revision="v2", drafter=MODEL)) == fingerprint_weights(folder)
+
+
 def test_a_drafter_that_is_not_on_this_machine_cannot_be_named(cache: Path) -> None:
     assert drafter(config(MODEL, cache, drafter="some-team/some-drafter")) is None

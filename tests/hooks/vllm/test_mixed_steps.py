@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.hooks.vllm.test_scheduling import assert_idle, prompt
+from tests.hooks.vllm.test_scheduling import assert_idle
 from tests.rigs.fake_tiers import FakeTier
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 from tests.rigs.tiering_rig import TieringRig, chain
 
 MakeRig = Callable[..., SchedulerRig]

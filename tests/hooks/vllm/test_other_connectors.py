@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from layerstream.jobs import JobKind
-from tests.hooks.vllm.test_scheduling import assert_idle, prompt
+from tests.hooks.vllm.test_scheduling import assert_idle
 from tests.rigs.books import check_books
 from tests.rigs.held_jobs import HeldJobs
-from tests.rigs.scheduler_rig import BLOCK, LAYERS, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, LAYERS, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

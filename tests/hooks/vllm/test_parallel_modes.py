@@ -10,8 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from layerstream.hooks.vllm.connector import LayerStreamConnector
-from tests.hooks.vllm.test_scheduling import prompt
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

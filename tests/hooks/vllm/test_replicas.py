@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,13 +14,9 @@ from layerstream.jobs import JobKind
 from tests.rigs.books import check_tiers_idle
 from tests.rigs.installed_tiers import installed, write_weights
 from tests.rigs.memory_tier import MemoryTier
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from layerstream.hooks.vllm.block_hashes import BlockHashes
-from tests.hooks.vllm.test_scheduling import prompt
 from tests.rigs.installed_tiers import write_weights
-from tests.rigs.scheduler_rig import BLOCK, EOS, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, EOS, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from layerstream.jobs import JobKind
-from tests.hooks.vllm.test_scheduling import assert_idle, prompt
+from tests.hooks.vllm.test_scheduling import assert_idle
 from tests.rigs.held_jobs import HeldJobs
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.hooks.vllm.test_scheduling import assert_idle, prompt
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.hooks.vllm.test_scheduling import assert_idle
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 MakeRig = Callable[..., SchedulerRig]
 

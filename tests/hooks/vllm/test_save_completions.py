@@ -9,9 +9,9 @@ import pytest
 
 from layerstream.coordinator import Coordinator
 from layerstream.jobs import Job, JobKind
-from tests.hooks.vllm.test_scheduling import assert_idle, prompt
+from tests.hooks.vllm.test_scheduling import assert_idle
 from tests.rigs.held_jobs import HeldJobs
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 STEP = 4
 """Blocks that one step prefills."""

@@ -23,7 +23,7 @@ from layerstream.hooks.vllm.messages import WorkerReport
 from layerstream.host_pool import HostPool
 from layerstream.jobs import Report
 from tests.rigs.fake_pinning import FakePinner, until
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes, prompt
 
 OPTIONS = {"host_gib": 0.002, "chunk_tokens": 4 * BLOCK, "staging_mib": 1}
 
@@ -42,10 +42,6 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
     yield make
     for rig in rigs:
         rig.close()
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
 
 
 def assert_idle(rig: SchedulerRig, num_blocks: int = 64) -> None:

@@ -15,11 +15,10 @@ from layerstream.errors import TierError
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Batch, Found, Item
 from layerstream.tiers.disk.tier import DiskTier
-from tests.hooks.vllm.test_scheduling import prompt
 from tests.hooks.vllm.test_tiers import assert_idle, served, whole_hit
 from tests.rigs.installed_tiers import installed, write_weights
 from tests.rigs.memory_tier import MemoryTier
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 from tests.rigs.tier_faults import FaultyTier
 
 CHUNK = 4

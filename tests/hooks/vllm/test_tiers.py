@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from layerstream.tiers.base import IndexSite, Item, Tier, TierIndex
 from tests.rigs.books import check_books, check_tiers_idle
 from tests.rigs.installed_tiers import installed, write_weights
 from tests.rigs.memory_tier import MemoryTier
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 from tests.rigs.tier_faults import Fails, FaultyTier, Hangs, Lies
 
 CHUNK = 4
@@ -51,10 +50,6 @@ def make_rig(tmp_path: Path, tier: MemoryTier) -> Iterator[MakeRig]:
         yield make
         for rig in rigs:
             stack.callback(rig.close)
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
 
 
 def drain(rig: SchedulerRig, until: Callable[[], object] | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,14 +10,10 @@ from typing import Any
 import pytest
 
 from layerstream.jobs import JobKind
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
+from tests.rigs.scheduler_rig import BLOCK, Chunked, SchedulerRig, prompt
 
-WINDOWS = [(40,), (None, 40), (40, None), (None, 16, 40), (24, 40)]
+WINDOWS = [(40,), (None, 40), (40, None), (None, 16, 40), (24, 40), (None, Chunked(48)), (Chunked(64), 40)]
 MakeRig = Callable[..., SchedulerRig]
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 7919 + i).randrange(2, 1000) for i in range(tokens)]
 
 
 @pytest.fixture
@@ -108,3 +103,16 @@ def test_ranks_and_preemptions(make_rig: MakeRig, windows: tuple[int | None, ...
         rig.run()
         assert rig.scheduler.reset_prefix_cache()
     assert sum(rig.hits[f"r2.{name}"] for name in range(6)) >= 6 * 16 * BLOCK
+
+
+def test_a_hit_that_ends_with_a_chunk_loads_nothing_for_its_group(make_rig: MakeRig) -> None:
+    rig = make_rig((None, Chunked(4 * BLOCK)))
+    tokens = prompt(8 * BLOCK + 1)
+    rig.serve("cold", tokens)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.add("warm", tokens)
+    output = rig.step()
+    (job,) = output.kv_connector_metadata.plan.jobs
+    assert [len(group.block_ids) for group in job.groups] == [8, 0]
+    rig.run()
+    assert rig.hits["warm"] == 8 * BLOCK
