@@ -58,19 +58,8 @@ class FuzzRig(SteppingRig):
             self.tiers.mend(place)
         for mailbox in self.mailboxes:
             mailbox.hurry(lost=False)
-        steps = 0
-        while not self.idle:
-            steps += 1
-            assert steps < PATIENCE, f"still busy after {steps} steps: {self.statuses()}"
-            self._pass_time(steps)
-            if self.scheduler.has_requests():
-                self.step()
-            else:
-                self._book()
-            if self.dead:
-                return
-        self.run_devices()
-        assert not self.connector.has_pending_push_work()
+        if not self._serve_out():
+            return
         for mailbox in self.mailboxes:
             mailbox.hurry(lost=True)
         # What ranks still have to say, of jobs that were given up or of tiers, comes with the next steps, whatever
@@ -90,6 +79,25 @@ class FuzzRig(SteppingRig):
             self._book()
         self.run_devices()
         self._check_idle()
+
+    def _serve_out(self) -> bool:
+        """Step until nothing is left to serve and no report is due; False if the engine stopped at a failure."""
+        steps = 0
+        while True:
+            if self.idle:
+                # What was under way may make a report due again: a tier that is well once more gets what waited.
+                self.run_devices()
+                if self.idle:
+                    return True
+            steps += 1
+            assert steps < PATIENCE, f"still busy after {steps} steps: {self.statuses()}"
+            self._pass_time(steps)
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self._book()
+            if self.dead:
+                return False
 
     def _pass_time(self, steps: int) -> None:
         """Ranks catch up now and then, and seconds pass for those who wait by the clock."""
