@@ -84,7 +84,7 @@ class Namespace:
     tp_size: int
     pp_size: int
     ranks: str
-    """`canonical_digest` of every rank's layers, KV heads and page sizes."""
+    """`canonical_digest` of every rank's layers, KV heads and page sizes, and of which ranks keep the KV of others."""
     lora: str
     """How adapters are told apart: block hashes carry name and path, never content."""
     user: str

@@ -95,7 +95,8 @@ def namespace_of(
         hash_seed=None if algorithm in _RANDOM_SEED_HASHES and "PYTHONHASHSEED" not in os.environ else seed,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        ranks=canonical_digest([rank.geometry for rank in ordered]),
+        # Objects are numbered among the ranks that keep some, so who does is a part of their name.
+        ranks=canonical_digest([rank.geometry if rank.keeps else None for rank in ordered]),
         lora="by name and path" if vllm_config.lora_config is not None else "none",
         user=user,
         epoch=epoch,

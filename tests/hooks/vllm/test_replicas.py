@@ -33,6 +33,19 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
         yield make
 
 
+def settle_tiers(rig: SchedulerRig) -> None:
+    """Step until the tiers have all they are to get."""
+    coordinator = rig.connector.scheduler._coordinator
+    assert coordinator is not None
+    assert coordinator.tiering is not None
+    for _ in range(1000):
+        if not (coordinator.tiering._flights or coordinator.tiering.busy):
+            break
+        rig.step()
+        time.sleep(0.001)
+    check_tiers_idle(coordinator)
+
+
 @pytest.mark.parametrize("load_mode", ["layerwise", "parked"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (4, 2), (3, 3)])
 def test_what_one_rank_saved_is_loaded_by_all(make_rig: MakeRig, load_mode: str, ranks: int, replicas: int) -> None:
@@ -75,13 +88,25 @@ def test_a_tier_has_one_object_of_them(make_rig: MakeRig) -> None:
         rig.add(name, tokens)
         rig.run()
         assert rig.hits[name] == hit
-        coordinator = rig.connector.scheduler._coordinator
-        assert coordinator is not None
-        assert coordinator.tiering is not None
-        for _ in range(1000):
-            if not (coordinator.tiering._flights or coordinator.tiering.busy):
-                break
-            rig.step()
-            time.sleep(0.001)
-        check_tiers_idle(coordinator)
+        settle_tiers(rig)
     assert [sorted(ranks) for ranks in tier.kept.values()] == [[0, 1]] * 2
+
+
+def test_what_ranks_with_pools_of_their_own_kept_is_not_read_by_ranks_that_share_one(
+    make_rig: MakeRig, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Object 1 of the former is the second replica's, of the latter the third rank's: other heads under one name.
+    disk = {"type": "disk", "path": str(tmp_path_factory.mktemp("kv")), "gib": 1, "lookup_ms": 20_000}
+
+    def serve(name: str) -> int:
+        rig = make_rig(ranks=4, replicas=2, options={"tiers": [disk]})
+        hit = rig.serve(name, prompt(8 * BLOCK + 1))
+        settle_tiers(rig)
+        return hit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("layerstream.assembly.share_pool", lambda *_: None)
+        assert serve("apart") == 0
+        assert serve("apart again") == 8 * BLOCK
+    assert serve("shared") == 0
+    assert serve("shared again") == 8 * BLOCK
