@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -89,18 +90,22 @@ class DiskIndex(TierIndex):
             self._touch(folder, [item for item, lacks in zip(objects, missing, strict=True) if not lacks])
             wanted = sum(self._site.nbytes(item.blocks) for item, lacks in zip(objects, missing, strict=True) if lacks)
             known = identity(folder) == self._survey.surveyed
-            if not self._is_listed(LIST_EVERY_S if known and self._shortage(folder, wanted) <= 0 else 0.0):
+            listed = self._is_listed(LIST_EVERY_S if known and self._shortage(folder, wanted) <= 0 else 0.0)
+            if not listed or identity(folder) != self._survey.surveyed:
                 return (False,) * len(objects)
             room = True
-            for item, lacks in zip(objects, missing, strict=True):
-                key = item.key.hex()
-                taken = lacks and room and key not in self._reserved
-                if taken:
-                    # Objects are useless without those before them, so without room for one there is none for the rest.
-                    taken = room = self._make_room(folder, item)
-                if taken:
-                    self._reserved[key] = item
-                answers.append(taken)
+            try:
+                for item, lacks in zip(objects, missing, strict=True):
+                    # Objects are useless without those before them: without room for one there is none for the rest.
+                    taken = lacks and room and item.key.hex() not in self._reserved
+                    if taken and (room := self._make_room(folder, item)):
+                        self._reserved[item.key.hex()] = item
+                    answers.append(taken and room)
+            except OSError:
+                # Nobody hears what was reserved, so nobody would settle it.
+                for item in itertools.compress(objects, answers):
+                    del self._reserved[item.key.hex()]
+                raise
         return tuple(answers)
 
     def settle(self, objects: Sequence[TierObject], *, written: bool) -> None:
@@ -169,6 +174,8 @@ class DiskIndex(TierIndex):
         """Whether all of the folder is known, as of so many seconds ago; lists some of it if not."""
         if self._monotonic() - self._listed_at >= at_most_s:
             if not self._survey.refresh(within_s=LIST_S):
+                # What an earlier way around found may be of another folder, so its age says nothing any more.
+                self._listed_at = float("-inf")
                 return False
             self._listed_at = self._monotonic()
         return True

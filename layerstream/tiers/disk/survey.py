@@ -101,8 +101,7 @@ class DiskSurvey:
     def ask(self, objects: int, key: str, ranks: Iterable[int]) -> dict[int, int]:
         """Look at some ranks' files of one object, in the open `DiskFolder.objects`; rank -> bytes."""
         sizes: dict[int, int] = {}
-        # In the place of a volume that is away, what it holds is not there, and comes back with it.
-        known = self.surveyed in (None, identity(objects))
+        known = self._knows(objects)
         with contextlib.suppress(*NOT_THERE), open_shard(objects, key[:2]) as folder:
             for rank in ranks:
                 found = file_status(folder, file_name(key, rank))
@@ -128,10 +127,17 @@ class DiskSurvey:
 
     def unlink(self, objects: int, key: str, ranks: Iterable[int]) -> None:
         """Remove some ranks' files of one object."""
+        known = self._knows(objects)
         for rank in ranks:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_shard(objects, key[:2]) as folder:
                 os.unlink(file_name(key, rank), dir_fd=folder)
-            self._contents.drop(key, rank)
+            if known:
+                self._contents.drop(key, rank)
+
+    def _knows(self, objects: int) -> bool:
+        """Whether what is known is of this folder: in the place of a volume that is away, what it holds is not there,
+        and comes back with it."""
+        return self.surveyed in (None, identity(objects))
 
     def _look(self, objects: int, shard: str, stop_at: float) -> bool:
         """Whether there was time to list this folder, if it has changed."""

@@ -400,3 +400,80 @@ def test_left_overs_go_at_the_first_question_even_if_there_is_no_time_to_list_th
         assert engine.index.usage() is None
         assert {path.name for path in folder.iterdir()} == {"other.tmp", living}
     os.close(opened)
+
+
+def test_nothing_is_reserved_while_a_folder_that_came_back_is_known_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = DiskEngine(tmp_path / "kv", cap=10)
+    assert engine.save(loose(10)) == (True,) * 10
+    (tmp_path / "kv").rename(tmp_path / "away")
+    engine.wait(5)
+    assert engine.save(loose(1, "meanwhile")) == (True,)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "away").rename(tmp_path / "kv")
+    engine.wait(0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_index, "LIST_S", -1.0)
+        for number in range(3):
+            engine.wait(0.1)
+            assert engine.save(loose(1, f"early {number}")) == (False,)
+    assert engine.save(loose(1, "after")) == (True,)
+    assert used_bytes(engine) <= 10 * engine.object_bytes
+
+
+def test_what_is_removed_while_the_folder_is_away_still_counts_when_it_comes_back(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "kv", cap=10)
+    objects = loose(10)
+    assert engine.save(objects) == (True,) * 10
+    engine.wait(5)
+    assert engine.save(objects[:1]) == (False,), "it is there"
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "kv" / "v1").mkdir(parents=True)
+    engine.index.remove(objects[:3])
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "away").rename(tmp_path / "kv")
+    assert engine.save(loose(3, "after")) == (True,) * 3
+    assert used_bytes(engine) <= 10 * engine.object_bytes
+
+
+def test_a_reservation_that_breaks_off_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = DiskEngine(tmp_path / "kv", cap=10)
+    objects = loose(3)
+    engine.index.usage()
+    real, asked = os.fstatvfs, 0
+
+    def breaks(folder: int) -> os.statvfs_result:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", breaks)
+        with pytest.raises(OSError, match="Input/output"):
+            engine.index.reserve(objects)
+    assert asked == 3, "it broke off behind the first object"
+    engine.wait(1)
+    assert engine.save(objects) == (True,) * 3
+
+
+def test_a_folder_that_another_takes_the_place_of_during_a_reservation_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = DiskEngine(tmp_path / "kv", cap=2)
+    objects = loose(2)
+    assert engine.save(objects) == (True, True)
+    engine.wait(5)
+    refresh = engine.index._survey.refresh
+
+    def swapped(*, within_s: float) -> bool:
+        (tmp_path / "kv").rename(tmp_path / "away")
+        (tmp_path / "kv" / "v1").mkdir(parents=True)
+        return refresh(within_s=within_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.index._survey, "refresh", swapped)
+        assert engine.index.reserve(loose(1, "new")) == (False,)
+    assert engine.save(loose(1, "new")) == (True,)
