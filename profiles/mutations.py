@@ -253,8 +253,8 @@ MUTATIONS = (
     Mutation(
         name="an adapter's weights are left out of names",
         file=HASHES,
-        old="mine.extend(fresh if request.lora_request is None else self._adapted(fresh, request.lora_request))",
-        new="mine.extend(fresh)",
+        old='adapter = b"" if request.lora_request is None else self._adapter(request.lora_request, look=fresh)',
+        new='adapter = b""',
         tests=("tests/hooks/vllm/test_block_hashes.py",),
     ),
 )

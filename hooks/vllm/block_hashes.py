@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,51 +20,98 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """The hashes of one request."""
+
+    adapter: bytes
+    """What named its adapter when it began; empty without one."""
+    key: bytes
+    """What is in its hashes for that."""
+    said: list[bytes] = field(default_factory=list)
+    """What vLLM said."""
+    mine: list[bytes] = field(default_factory=list)
+    """What became of it."""
+
+    def began(self, hashes: Sequence[bytes]) -> bool:
+        """Whether vLLM has only added to what it said. Chained, so the last hash speaks for those before it."""
+        count = len(self.said)
+        return not count or (count <= len(hashes) and self.said[-1] == hashes[count - 1])
+
+
 class BlockHashes:
     """Keeps a list for each request that only grows and names all that changes the bytes.
 
     vLLM cuts and rewrites a request's own list when a streaming session goes on, while others may still hold it. And it
-    knows a LoRA adapter by its name and path, where another one may lie after a restart: here its weights are in every
-    hash.
+    knows a LoRA adapter by its name and path, where another one may lie later: here its weights are in every hash.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[list[bytes], list[bytes]]] = {}
-        """Request -> what vLLM said, and what became of it."""
+        self._requests: dict[str, _Known] = {}
         self._adapters: dict[tuple[str, str, int], bytes] = {}
+        """Adapter -> what names it in hashes."""
+        self._places: dict[tuple[str, str], tuple[bytes, bytes]] = {}
+        """Name and path -> fingerprint of what lay there when last looked at, and what names it in hashes."""
 
     def of(self, request: Request) -> list[bytes]:
-        """The request's hashes so far: the same list as long as vLLM only adds to its own, another one after that."""
-        theirs = request.block_hashes
-        said, mine = self._known.get(request.request_id, ([], []))
-        # Chained, so the last one speaks for those before it.
-        if len(said) > len(theirs) or (said and said[-1] != theirs[len(said) - 1]):
-            said, mine = [], []
-        if len(theirs) > len(said) or request.request_id not in self._known:
-            fresh = theirs[len(said) :]
-            said.extend(fresh)
-            mine.extend(fresh if request.lora_request is None else self._adapted(fresh, request.lora_request))
-            self._known[request.request_id] = (said, mine)
-        return mine
+        """The request's hashes so far: the same list as long as vLLM only adds to its own, another one after that, or
+        when its adapter's weights change."""
+        theirs, known = request.block_hashes, self._requests.get(request.request_id)
+        fresh = known is None or len(theirs) > len(known.said)
+        adapter = b"" if request.lora_request is None else self._adapter(request.lora_request, look=fresh)
+        if known is None:
+            known = _Known(adapter=adapter, key=adapter)
+        elif known.adapter == known.key != adapter:
+            # What it computes with the new weights hangs on what it computed with the old ones: nobody may share it.
+            known = _Known(adapter=known.adapter, key=os.urandom(32))
+        elif not known.began(theirs):
+            known = _Known(adapter=known.adapter, key=known.key)
+        self._requests[request.request_id] = known
+        more = theirs[len(known.said) :]
+        known.said.extend(more)
+        known.mine.extend(_keyed(each, known.key) if known.key else each for each in more)
+        return known.mine
 
     def forget(self, request_id: str) -> None:
         """The request has ended; who holds its list keeps it."""
-        self._known.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
-    def _adapted(self, hashes: list[bytes], lora: LoRARequest) -> list[bytes]:
-        # An adapter that was unloaded and is loaded again has another number, and maybe other weights.
-        name = (lora.lora_name, lora.lora_path, lora.lora_int_id)
-        if name not in self._adapters or getattr(lora, "load_inplace", False):
-            self._adapters[name] = self._fingerprint(lora)
-        key = self._adapters[name]
-        return [hashlib.blake2b(each, digest_size=32, key=key, person=b"ls.lora").digest() for each in hashes]
+    def _adapter(self, lora: LoRARequest, *, look: bool) -> bytes:
+        """What names an adapter; `look`: also if it is known and may have been loaded anew."""
+        # One that was unloaded and is loaded again has another number, and maybe other weights.
+        adapter = (lora.lora_name, lora.lora_path, lora.lora_int_id)
+        if adapter not in self._adapters or (look and getattr(lora, "load_inplace", False)):
+            self._adapters[adapter] = self._name(lora)
+        return self._adapters[adapter]
+
+    def _name(self, lora: LoRARequest) -> bytes:
+        """What stands for an adapter in hashes: its fingerprint, if vLLM can have no blocks of another one that was
+        there before. It would take those for its own, so what comes after them is found in this process alone."""
+        found, place = self._fingerprint(lora), (lora.lora_name, lora.lora_path)
+        before, name = self._places.get(place, (found, found))
+        if found != before:
+            name = os.urandom(32)
+        self._places[place] = found, name
+        return name
 
     def _fingerprint(self, lora: LoRARequest) -> bytes:
         folder = Path(lora.lora_path)
         try:
-            found = fingerprint_weights(folder) if folder.is_dir() else None
+            weights = fingerprint_weights(folder) if folder.is_dir() else None
+            if weights is not None:
+                # It says how strongly the weights count, and where.
+                config = folder / "adapter_config.json"
+                return hashlib.blake2b(
+                    config.read_bytes() if config.exists() else b"",
+                    digest_size=32,
+                    key=bytes.fromhex(weights),
+                    person=b"ls.adapter",
+                ).digest()
         except (ConfigError, OSError) as error:
             logger.warning("LayerStream: adapter %s cannot be fingerprinted: %s", lora.lora_name, error)
-            found = None
         # Without a fingerprint its KV is found again in this process, and never after it.
-        return os.urandom(32) if found is None else bytes.fromhex(found)
+        return os.urandom(32)
+
+
+def _keyed(block_hash: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(block_hash, digest_size=32, key=key, person=b"ls.lora").digest()

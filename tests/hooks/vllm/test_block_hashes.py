@@ -54,7 +54,7 @@ def test_an_adapters_weights_are_in_every_hash(tmp_path: Path) -> None:
 
 def test_an_adapter_loaded_in_place_is_looked_at_again(tmp_path: Path) -> None:
     known, theirs = BlockHashes(), [b"a" * 32]
-    kept = known.of(request(theirs, adapter(tmp_path / "lora", b"abcd"), name="1"))
+    kept = known.of(request(theirs, adapter(tmp_path / "lora", b"abcd"), name="before"))
     assert known.of(request(theirs, adapter(tmp_path / "lora", b"abcd"), name="2")) == kept
     assert known.of(request(theirs, adapter(tmp_path / "lora", b"abce", load_inplace=True), name="3")) != kept
 
@@ -67,3 +67,39 @@ def test_an_adapter_without_a_fingerprint_is_found_in_this_process_alone(tmp_pat
     )
     assert known.of(request(theirs, lora, name="1")) == known.of(request(theirs, lora, name="2"))
     assert BlockHashes().of(request(theirs, lora)) != known.of(request(theirs, lora, name="1"))
+
+
+def test_a_request_that_runs_while_its_adapter_is_loaded_anew_shares_nothing_from_then_on(tmp_path: Path) -> None:
+    known, theirs, longer = BlockHashes(), [b"a" * 32], [b"a" * 32, b"b" * 32]
+    runs = request(theirs, adapter(tmp_path / "lora", b"abcd"), name="runs")
+    before = known.of(runs)
+    fresh = request(longer, adapter(tmp_path / "lora", b"abce", load_inplace=True), name="fresh")
+    after = known.of(fresh)
+    theirs.append(longer[1])
+    mixed = known.of(runs)
+    assert mixed is known.of(runs) and len(mixed) == 2 and len(before) == 1
+    assert not {*mixed} & {*before, *after}, "its second block was computed behind another adapter's"
+    theirs[1:] = [b"c" * 32]
+    adapter(tmp_path / "lora", b"abcd")
+    assert not {*known.of(runs)} & {*BlockHashes().of(request(theirs, runs.lora_request))}, "after a rewrite neither"
+
+
+def test_what_comes_after_new_weights_under_an_old_path_is_found_in_this_process_alone(tmp_path: Path) -> None:
+    # vLLM's own blocks of that name and path stay, so a request with the new weights may begin with old KV.
+    known, theirs = BlockHashes(), [b"a" * 32]
+    known.of(request(theirs, adapter(tmp_path / "lora", b"abcd"), name="before"))
+    for number, more in enumerate(({"load_inplace": True}, {"load_inplace": False})):
+        lora = adapter(tmp_path / "lora", b"abc%d" % number, **more)
+        lora.lora_int_id = 1 + number
+        found = known.of(request(theirs, lora, name=f"{number}"))
+        assert known.of(request(theirs, lora, name=f"{number} again")) == found
+        assert BlockHashes().of(request(theirs, lora)) != found
+
+
+def test_how_strongly_an_adapter_counts_is_in_every_hash(tmp_path: Path) -> None:
+    lora, theirs = adapter(tmp_path / "lora", b"abcd"), [b"a" * 32]
+    found = []
+    for alpha in (8, 16):
+        (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        found.append(BlockHashes().of(request(theirs, lora)))
+    assert found[0] != found[1]
