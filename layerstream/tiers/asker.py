@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_QUEUED = 256
-"""Most calls that may wait for the tier when a question comes; beyond, questions fail at once."""
+"""Most calls that may go before a question when it comes; beyond, it fails at once."""
 LONGEST_CALL_S = 5.0
 """Seconds after which a call hangs that has no deadline of its own."""
 
@@ -152,7 +152,8 @@ class Asker:
         """
         answer: Answer[T] = Answer(self, self._clock() + deadline_s)
         with self._changed:
-            if self._closing or not self._breaker.closed or len(self._calls) + len(self._patient) >= MAX_QUEUED:
+            before = len(self._calls) + (len(self._patient) if patient else 0)
+            if self._closing or not self._breaker.closed or before >= MAX_QUEUED:
                 self._stats.unasked += 1
                 answer._ended = True
             else:

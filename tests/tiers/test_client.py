@@ -333,6 +333,20 @@ def test_a_hung_tier_collects_a_bounded_number_of_questions(rig: Rig) -> None:
     assert rig.client.stats.unasked == 2 * MAX_QUEUED + 1
 
 
+def test_however_much_waits_that_nobody_waits_for_lookups_are_asked(rig: Rig) -> None:
+    rig.write(make_chain(1))
+    hangs = rig.tier.index = Hangs("reserve")
+    rig.client.reserve(make_chain(1, prompt="new"))
+    assert hangs.reached.wait(30)
+    for _ in range(2 * MAX_QUEUED):
+        rig.client.remove(make_chain(1, prompt="old"))
+    answer = rig.client.find(make_chain(1))
+    hangs.let_go()
+    found = rig.answered(answer)
+    assert found is not None and found.present == (True,)
+    rig.client.release(found.ticket)
+
+
 def test_an_ill_tier_is_told_later_what_it_is_owed(rig: Rig) -> None:
     rig.write(make_chain(2))
     found = rig.find(make_chain(2))
