@@ -65,8 +65,8 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         if type(spec) not in (*_FULL, *_WINDOWED):
             allowed = ", ".join(kind.__name__ for kind in (*_FULL, *_WINDOWED))
             return f"a KV cache group is {type(spec).__name__}; {allowed} are supported"
-    if all(type(spec) is ChunkedLocalAttentionSpec for spec in specs):
-        return "all its attention is chunked; a hit that ends with a chunk has nothing to load"
+    if all(_reads_nothing_before(spec) for spec in specs):
+        return "all its attention is chunked, or sees no token but its own; a hit may have nothing to load"
     sizes = {group.kv_cache_spec.block_size for _, group in groups}
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
     step_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
@@ -128,6 +128,11 @@ def _layer_number(name: str) -> int:
     """The first number in a layer's name."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else sys.maxsize
+
+
+def _reads_nothing_before(spec: KVCacheSpec) -> bool:
+    """Whether there are places in a prompt from which on nothing before them is read."""
+    return type(spec) is ChunkedLocalAttentionSpec or (type(spec) is SlidingWindowSpec and spec.sliding_window <= 1)
 
 
 def hooks_tell_layers(vllm_config: VllmConfig) -> bool:

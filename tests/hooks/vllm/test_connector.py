@@ -44,8 +44,10 @@ def full() -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
 
 
-def windowed(block_size: int = BLOCK) -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=32)
+def windowed(block_size: int = BLOCK, tokens: int = 32) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=tokens
+    )
 
 
 def chunked() -> ChunkedLocalAttentionSpec:
@@ -101,9 +103,18 @@ def test_a_wrong_option_is_one_error_in_every_process(tmp_path: Path, role: KVCo
         (cache_config(mixed(full(), sinks())), "a KV cache group is SinkFullAttentionSpec"),
         (cache_config(full(), windowed(2 * BLOCK)), "blocks of 16, 32 tokens, hashed every None and hit every None"),
         (cache_config(chunked()), "all its attention is chunked"),
+        (cache_config(chunked(), windowed(tokens=1)), "sees no token but its own"),
         (cache_config(), "no KV cache group in which prefixes are cached"),
     ],
-    ids=["state", "sinks", "sinks among others", "blocks of two sizes", "chunks alone", "no group"],
+    ids=[
+        "state",
+        "sinks",
+        "sinks among others",
+        "blocks of two sizes",
+        "chunks alone",
+        "windows of one token",
+        "no group",
+    ],
 )
 def test_an_unsupported_engine_runs_as_without_the_connector(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: KVCacheConfig, reason: str
