@@ -135,7 +135,7 @@ class TierIndex(ABC):
         """Which of these objects should be written now: those not there already, for which there is room.
 
         A tier with a limit makes room here, evicting what was longest not used. Each object with True is followed by
-        one `settle`.
+        one `settle`; if it raises, none follows, and none may stay reserved.
         """
         return (True,) * len(objects)
 
