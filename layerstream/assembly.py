@@ -32,6 +32,7 @@ from layerstream.verify import Verifier
 if TYPE_CHECKING:
     from layerstream.config import StreamConfig
     from layerstream.graphs.in_graph import InGraphGates
+    from layerstream.head_groups import HeadGroups
     from layerstream.pipeline.base import TransferPath
     from layerstream.pipeline.paged_cache import PageKernels
     from layerstream.shared_pool import Replicas
@@ -87,6 +88,7 @@ def build_engine(
     local_ranks: int = 1,
     rank: int = 0,
     replicas: Replicas | None = None,
+    heads: HeadGroups | None = None,
 ) -> StreamEngine:
     """Set up everything one rank needs to move KV.
 
@@ -99,6 +101,7 @@ def build_engine(
         local_ranks: ranks that share this host's memory.
         rank: this rank, for names.
         replicas: ranks with the same KV, which have one pool if they are on one machine.
+        heads: what the pages hold, if tiers are to keep portable objects.
 
     Raises:
         GeometryError: a layout or a device is not understood.
@@ -151,7 +154,7 @@ def build_engine(
         )
     object_rank = rank if share is None or replicas is None else rank // replicas.count
     return StreamEngine(
-        mover=_tier_mover(config, geometry, pool, object_rank) if writes else None,
+        mover=_tier_mover(config, geometry, pool, object_rank, heads) if writes else None,
         writes=writes,
         device=device,
         geometry=geometry,
@@ -169,16 +172,25 @@ def build_engine(
     )
 
 
-def _tier_mover(config: StreamConfig, geometry: KVGeometry, pool: HostPool, rank: int) -> TierMover | None:
+def _tier_mover(
+    config: StreamConfig, geometry: KVGeometry, pool: HostPool, rank: int, heads: HeadGroups | None
+) -> TierMover | None:
     if not config.tiers:
         return None
     from layerstream.tiers.mover import TierMover
     from layerstream.tiers.objects import ObjectFormat
     from layerstream.tiers.registry import parse_tiers
 
+    specs = parse_tiers(config.tiers)
+    if specs[0].portable and heads is None:
+        raise ConfigError(
+            "tiers: portable chunks need an engine that says which KV heads its tensors hold; turn the option portable "
+            "off"
+        )
     return TierMover(
-        [(spec.name, spec.tier.open_store) for spec in parse_tiers(config.tiers)],
+        [(spec.name, spec.tier.open_store) for spec in specs],
         pool=pool,
+        heads=heads if specs[0].portable else None,
         format=ObjectFormat(
             layers=[layer.name for layer in geometry.layers],
             page_bytes=[layer.page_bytes for layer in geometry.layers],

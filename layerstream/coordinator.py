@@ -201,7 +201,13 @@ class Coordinator:
                 self._pool().grow(self._slots.usable)
 
     def use_tiers(
-        self, tiers: Sequence[TierClient], *, namespace: bytes, block_bytes: int, writes: bool = True
+        self,
+        tiers: Sequence[TierClient],
+        *,
+        namespace: bytes,
+        block_bytes: int,
+        block_hashes: int = 1,
+        writes: bool = True,
     ) -> None:
         """Keep blocks beneath the host pool too. To be called once, after `set_slots`.
 
@@ -209,6 +215,7 @@ class Coordinator:
             tiers: in the order they are to be asked.
             namespace: `Namespace.digest()` of the engine.
             block_bytes: bytes of one block over all layers, on the rank that has most.
+            block_hashes: what a block counts for in names of objects (`ObjectGrid`).
             writes: whether anything is written to tiers.
         """
         self.tiering = Tiering(
@@ -217,6 +224,7 @@ class Coordinator:
             index=self._pool(),
             world_size=self._flights.world_size,
             block_bytes=block_bytes,
+            block_hashes=block_hashes,
             clock=self._clock,
             writes=writes,
         )

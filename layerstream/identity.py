@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +41,10 @@ _SAFETENSORS_FORMATS = frozenset(
         "sharded_state",
     }
 )
+
+
+PORTABLE_HASH_TOKENS = 16
+"""Portable objects are named by hashes of so many tokens, or fewer where that divides no block of an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,56 @@ class Namespace:
         return True, ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableNamespace:
+    """Everything that changes the bytes of portable objects, beside what their hashes name. Every field changes
+    `digest`. Fields that `Namespace` has too mean the same.
+
+    Of that it leaves out what the canonical form makes equal: layout, attention backend, instruction set, blocks, and
+    how ranks deal out heads.
+    """
+
+    format_version: int = FORMAT_VERSION
+    canonical_version: int
+    """`layerstream.canonical.VERSION`."""
+    model: str
+    revision: str | None
+    weights: str | None
+    drafter: str | None
+    load_format: str
+    quantization: str | None
+    model_config: str
+    processor: str
+    dtype: str
+    kv_cache_dtype: str
+    kv_scales: str | None
+    hash_block_tokens: int
+    hash_algorithm: str
+    hash_seed: str | None
+    stages: tuple[str, ...]
+    """For each pipeline stage, `HeadGroups.digest` of its layers, their rows and KV heads."""
+    lora: str
+    user: str
+    epoch: int
+
+    @classmethod
+    def of(cls, namespace: Namespace, *, canonical_version: int, stages: Sequence[str]) -> PortableNamespace:
+        """What an engine's portable objects belong to.
+
+        Args:
+            namespace: of the engine.
+            canonical_version: `layerstream.canonical.VERSION`.
+            stages: see the field.
+        """
+        own = {"format_version", "canonical_version", "stages"}
+        same = {field.name: getattr(namespace, field.name) for field in fields(cls) if field.name not in own}
+        return cls(canonical_version=canonical_version, stages=tuple(stages), **same)
+
+    def digest(self) -> bytes:
+        """32 bytes, equal in every process for equal fields."""
+        return _blake(b"ls.portable", msgspec.json.encode(self, order="sorted")).digest()
+
+
 def object_key(namespace_digest: bytes, last_block: bytes, start: int, blocks: int) -> bytes:
     """Name of a tier object, the same for every rank's: 32 bytes.
 
@@ -127,7 +181,8 @@ def object_key(namespace_digest: bytes, last_block: bytes, start: int, blocks: i
         namespace_digest: `Namespace.digest()`.
         last_block: the engine's hash of the object's last block, of any length; chained, so it names the whole prefix.
         start: blocks of the prefix before the object.
-        blocks: blocks in the object. Engines with other chunks cut the same prefix into other objects.
+        blocks: blocks in the object. Engines with other chunks cut the same prefix into other objects. Of portable
+            objects both are in block hashes, of which a block has one or several.
     """
     digest = _blake(b"ls.object")
     _feed(digest, namespace_digest, last_block, start.to_bytes(8, "little"), blocks.to_bytes(8, "little"))

@@ -180,6 +180,26 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PortableRank:
+    """Which portable objects one rank has of each `TierObject` (`layerstream.head_groups`)."""
+
+    digest: str
+    """`HeadGroups.digest`."""
+    stage: int
+    """Pipeline stage."""
+    count: int
+    """Groups of KV heads of the whole model."""
+    first: int
+    """First group of this rank."""
+    held: int
+    """Groups of this rank."""
+    block_bytes: int
+    """Bytes of one block over all layers of one group."""
+    header_bytes: int
+    """Bytes of an object before its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
     """What one worker half tells the scheduler half once, after its pool is set up."""
 
@@ -206,3 +226,5 @@ class RankInfo:
     """Whether it saves, and moves objects of tiers; otherwise a rank with the same KV does, and they share a pool."""
     object_rank: int = 0
     """Number of its tier objects among those of all ranks that keep some."""
+    portable: PortableRank | None = None
+    """Of a rank that keeps objects, if they are portable."""

@@ -30,6 +30,7 @@ class Tiering:
         index: of the host pool.
         world_size: ranks that must end a job before it counts.
         block_bytes: bytes of one block over all layers, on the rank that has most.
+        block_hashes: what a block counts for in names of objects (`ObjectGrid`).
         clock: seconds of the engine's own time, never going back.
         writes: whether anything is written to tiers.
     """
@@ -43,12 +44,13 @@ class Tiering:
         world_size: int,
         block_bytes: int,
         clock: Callable[[], float],
+        block_hashes: int = 1,
         writes: bool = True,
     ) -> None:
         self.clients = tuple(tiers)
         self.stopped = False
         self._flights = TierFlights(world_size=world_size, clock=clock)
-        grid = ObjectGrid(namespace=namespace, chunk_blocks=index.chunk_blocks)
+        grid = ObjectGrid(namespace=namespace, chunk_blocks=index.chunk_blocks, block_hashes=block_hashes)
         self.demotions = Demotions(
             tiers=[tier for tier in tiers if tier.writes and writes],
             grid=grid,

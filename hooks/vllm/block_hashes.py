@@ -8,13 +8,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from layerstream.errors import ConfigError
 from layerstream.identity import fingerprint_weights
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,52 @@ class _Known:
         return not count or (count <= len(hashes) and self.said[-1] == hashes[count - 1])
 
 
+class FinerHashes:
+    """Names blocks by vLLM's hashes over fewer tokens at a time, as an engine with smaller blocks has them.
+
+    Each is chained over the whole prefix, so a block is named by the last one in it.
+
+    Args:
+        tokens: covered by one hash; divides `block_tokens`.
+        block_tokens: tokens in a block.
+        algorithm: vLLM's `prefix_caching_hash_algo`.
+    """
+
+    def __init__(self, *, tokens: int, block_tokens: int, algorithm: str) -> None:
+        self._each = block_tokens // tokens
+        self._hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(algorithm))
+        self._known: dict[str, list[BlockHash]] = {}
+
+    def extend(self, request: Request, *, blocks: int, known: int) -> list[bytes]:
+        """Hashes of blocks `known .. blocks - 1`.
+
+        Args:
+            request: whose; all tokens of these blocks are known.
+            blocks: that vLLM has hashes of.
+            known: of these, how many leading ones have the same tokens as when they were last asked for.
+        """
+        hashes = self._known.setdefault(request.request_id, [])
+        del hashes[known * self._each :]
+        hashes += self._hasher(cast("Request", _WithHashes(request, hashes)))
+        # Tokens behind vLLM's last whole block may change yet.
+        del hashes[blocks * self._each :]
+        return list(hashes[(known + 1) * self._each - 1 :: self._each])
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._known.pop(request_id, None)
+
+
+class _WithHashes:
+    """A request with other block hashes."""
+
+    def __init__(self, request: Request, block_hashes: list[BlockHash]) -> None:
+        self._request, self.block_hashes = request, block_hashes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 class BlockHashes:
     """Keeps a list for each request that only grows and names all that changes the bytes.
 
@@ -46,7 +96,12 @@ class BlockHashes:
     knows a LoRA adapter by its name and path, where another one may lie later: here its weights are in every hash.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, finer: FinerHashes | None = None) -> None:
+        """
+        Args:
+            finer: names blocks by hashes of fewer tokens than vLLM's own; None: by vLLM's.
+        """
+        self._finer = finer
         self._requests: dict[str, _Known] = {}
         self._adapters: dict[tuple[str, str, int], bytes] = {}
         """Adapter -> what names it in hashes."""
@@ -67,14 +122,19 @@ class BlockHashes:
         elif not known.began(theirs):
             known = _Known(adapter=known.adapter, key=known.key)
         self._requests[request.request_id] = known
-        more = theirs[len(known.said) :]
-        known.said.extend(more)
-        known.mine.extend(_keyed(each, known.key) if known.key else each for each in more)
+        if more := theirs[len(known.said) :]:
+            named: Sequence[bytes] = more
+            if self._finer is not None:
+                named = self._finer.extend(request, blocks=len(theirs), known=len(known.said))
+            known.said.extend(more)
+            known.mine.extend(_keyed(each, known.key) if known.key else each for each in named)
         return known.mine
 
     def forget(self, request_id: str) -> None:
         """The request has ended; who holds its list keeps it."""
         self._requests.pop(request_id, None)
+        if self._finer is not None:
+            self._finer.forget(request_id)
 
     def _adapter(self, lora: LoRARequest, *, look: bool) -> bytes:
         """What names an adapter; `look`: also if it is known and may have been loaded anew."""

@@ -124,6 +124,12 @@ def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
+def layer_spec(kv_cache_config: KVCacheConfig, name: str) -> Any:
+    """The spec of one layer of a supported engine: of one of the kinds that are streamed."""
+    spec = next(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups if name in group.layer_names)
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def _layer_number(name: str) -> int:
     """The first number in a layer's name."""
     digits = re.search(r"\d+", name)

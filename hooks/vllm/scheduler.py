@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,14 +12,16 @@ from vllm.logger import init_logger
 
 from layerstream.coordinator import Coordinator
 from layerstream.errors import ConfigError, GeometryError
-from layerstream.hooks.vllm.block_hashes import BlockHashes
+from layerstream.hooks.vllm.block_hashes import BlockHashes, FinerHashes
 from layerstream.hooks.vllm.compat import cache_groups, unsupported
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
+from layerstream.identity import PORTABLE_HASH_TOKENS
 from layerstream.jobs import ModelAccess, StepPlan
 from layerstream.metrics import TierTraffic, TransferStats, interval_line, tiers_line
 from layerstream.tiers.base import IndexSite
 from layerstream.tiers.client import TierClient
+from layerstream.tiers.portable_site import portable_site
 from layerstream.tiers.registry import parse_tiers
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ class SchedulerHalf:
         """Whether some rank's pool is not ready as a whole."""
         self._coordinator: Coordinator | None = None
         self._tiers = parse_tiers(config.tiers)
+        self._portable = any(spec.portable for spec in self._tiers)
         reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
             logger.warning("LayerStream is off for this engine, which runs as without it: %s", reason)
@@ -90,6 +94,12 @@ class SchedulerHalf:
         self._groups = cache_groups(kv_cache_config)
         block_tokens = self._block_tokens = self._groups.block_tokens
         self._chunk_blocks = config.chunk_blocks(block_tokens)
+        self._hash_tokens = math.gcd(PORTABLE_HASH_TOKENS, block_tokens) if self._portable else block_tokens
+        if self._hash_tokens < block_tokens:
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+            self._hashes = BlockHashes(
+                FinerHashes(tokens=self._hash_tokens, block_tokens=block_tokens, algorithm=algorithm)
+            )
         self._coordinator = Coordinator(
             chunk_blocks=self._chunk_blocks,
             block_tokens=block_tokens,
@@ -142,6 +152,8 @@ class SchedulerHalf:
         self._coordinator.set_slots(slots, ready=ready if growing else None, backlog_blocks=backlog_blocks)
         self._pool_grows = self._coordinator.pool_slots < slots
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
+        if self._portable:
+            namespace = dataclasses.replace(namespace, hash_block_tokens=self._hash_tokens)
         if self._tiers and self._coordinator.tiering is None:
             self._open_tiers(ranks, namespace, self._coordinator)
         self._log_start(ranks, namespace, self._coordinator)
@@ -156,19 +168,9 @@ class SchedulerHalf:
         if not persistable:
             logger.warning("LayerStream: the tiers are off for this engine: %s", reason)
             return
-        ordered = sorted((rank for rank in ranks if rank.keeps), key=lambda rank: rank.object_rank)
-        if [rank.object_rank for rank in ordered] != list(range(len(ordered))):
-            logger.warning(
-                "LayerStream: the tiers are off for this engine: some ranks with the same KV share a pool and others "
-                "do not, so their objects have no numbers"
-            )
+        site = self._site(ranks, namespace)
+        if site is None:
             return
-        site = IndexSite(
-            namespace=namespace.digest(),
-            chunk_blocks=self._chunk_blocks,
-            block_bytes=tuple(rank.block_bytes for rank in ordered),
-            header_bytes=tuple(rank.header_bytes for rank in ordered),
-        )
         clients: list[TierClient] = []
         try:
             for spec in self._tiers:
@@ -180,7 +182,35 @@ class SchedulerHalf:
             # vLLM prints the traceback of a process that fails to start; the line a user needs must stand alone.
             logger.error("%s", error)
             raise
-        coordinator.use_tiers(clients, namespace=site.namespace, block_bytes=max(site.block_bytes), writes=self._saves)
+        coordinator.use_tiers(
+            clients,
+            namespace=site.namespace,
+            block_bytes=max(rank.block_bytes for rank in ranks),
+            block_hashes=self._block_tokens // self._hash_tokens if self._portable else 1,
+            writes=self._saves,
+        )
+
+    def _site(self, ranks: Sequence[RankInfo], namespace: Namespace) -> IndexSite | None:
+        """What tiers are told of this engine; None if its objects cannot be told apart.
+
+        Raises:
+            GeometryError: ranks do not hold all that portable objects are made of.
+        """
+        if self._portable:
+            return portable_site(ranks, namespace, chunk_blocks=self._chunk_blocks)
+        ordered = sorted((rank for rank in ranks if rank.keeps), key=lambda rank: rank.object_rank)
+        if [rank.object_rank for rank in ordered] != list(range(len(ordered))):
+            logger.warning(
+                "LayerStream: the tiers are off for this engine: some ranks with the same KV share a pool and others "
+                "do not, so their objects have no numbers"
+            )
+            return None
+        return IndexSite(
+            namespace=namespace.digest(),
+            chunk_blocks=self._chunk_blocks,
+            block_bytes=tuple(rank.block_bytes for rank in ordered),
+            header_bytes=tuple(rank.header_bytes for rank in ordered),
+        )
 
     def _log_start(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
         first, slots = ranks[0], coordinator.planned_slots

@@ -9,10 +9,11 @@ import torch
 from vllm.logger import init_logger
 
 from layerstream.assembly import build_engine
-from layerstream.errors import GeometryError
+from layerstream.errors import ConfigError, GeometryError
 from layerstream.graphs.mode import GateMode
 from layerstream.hooks.layer_gate import LayerGate
 from layerstream.hooks.vllm.compat import (
+    CacheGroups,
     cache_groups,
     forward_gate_mode,
     hooks_tell_layers,
@@ -20,7 +21,9 @@ from layerstream.hooks.vllm.compat import (
     unsupported,
 )
 from layerstream.hooks.vllm.identify import attention_of, geometry_digest
+from layerstream.hooks.vllm.portable import head_groups
 from layerstream.jobs import RankInfo, Report, StepPlan
+from layerstream.tiers.registry import parse_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from layerstream.config import StreamConfig
     from layerstream.engine import StreamEngine
+    from layerstream.head_groups import HeadGroups
 
 logger = init_logger("vllm.layerstream.worker")
 
@@ -54,6 +58,7 @@ class WorkerHalf:
         """Set up pool, streams and engine over the KV caches of this rank.
 
         Raises:
+            ConfigError: tiers are to be portable, and KV is packed.
             GeometryError: a layer's layout is not understood, or a layer of a group is not registered.
             PoolError: the host pool cannot be set up.
         """
@@ -64,9 +69,10 @@ class WorkerHalf:
         if missing:
             raise GeometryError(f"layers {', '.join(missing)} are in a KV cache group and were not registered")
         parallel = self._vllm_config.parallel_config
+        # Layers that share another layer's KV are registered too, and are in no group.
+        tensors = {name: kv_caches[name] for name in groups.layers}
         self.engine = build_engine(
-            # Layers that share another layer's KV are registered too, and are in no group.
-            {name: kv_caches[name] for name in groups.layers},
+            tensors,
             num_blocks=self._kv_cache_config.num_blocks,
             block_tokens=groups.block_tokens,
             cache_groups=groups.layers if len(groups.ids) > 1 else None,
@@ -74,9 +80,20 @@ class WorkerHalf:
             local_ranks=parallel.world_size * parallel.data_parallel_size_local,
             rank=parallel.rank,
             replicas=replicas(self._vllm_config, self._kv_cache_config),
+            heads=self._heads(groups, tensors),
         )
         self._gate = LayerGate(self.engine, list(groups.layers))
         self._captures_waits = self._hooks_tell_layers and self.engine.in_graph is not None
+
+    def _heads(self, groups: CacheGroups, tensors: Mapping[str, torch.Tensor]) -> HeadGroups | None:
+        if not any(spec.portable for spec in parse_tiers(self._config.tiers)):
+            return None
+        try:
+            return head_groups(self._vllm_config, self._kv_cache_config, groups, tensors)
+        except ConfigError as error:
+            # vLLM prints the traceback of a process that fails to start; the line a user needs must stand alone.
+            logger.error("%s", error)
+            raise
 
     def info(self) -> RankInfo | None:
         """What the scheduler half is told about this rank; None on an engine that is not supported."""
@@ -99,6 +116,7 @@ class WorkerHalf:
             header_bytes=0 if self.engine.mover is None else self.engine.mover.format.header_bytes,
             keeps=self.engine.writes,
             object_rank=0 if self.engine.mover is None else self.engine.mover.format.rank,
+            portable=None if self.engine.mover is None else self.engine.mover.portable,
         )
 
     def begin_step(self, plan: StepPlan | None) -> None:

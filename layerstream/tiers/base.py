@@ -2,7 +2,8 @@
 
 A tier keeps *objects* (`layerstream.jobs.TierObject`): all layers of some blocks of one prefix, one object for every
 rank, in one format (`layerstream.tiers.objects`) that carries its own checksums. So a tier only has to move bytes: a
-tier that loses, mixes up or damages an object costs a recompute, never a wrong answer.
+tier that loses, mixes up or damages an object costs a recompute, never a wrong answer. Portable objects belong to
+groups of KV heads instead of ranks (`layerstream.head_groups`): whatever is said of ranks here goes for groups then.
 
 It has two ends. The scheduler half's (`TierIndex`) finds objects and makes room for them, for all ranks; each worker
 half's (`TierStore`) moves the bytes of its own rank. Both may block: neither is ever called from a thread that serves.
@@ -224,7 +225,8 @@ class Tier(ABC):
 
     @abstractmethod
     def open_store(self, site: StoreSite) -> TierStore:
-        """One rank's end; called once, before the engine serves. As `open_index` otherwise."""
+        """One rank's end; called before the engine serves, once, or once for each group of KV heads of the rank if
+        objects are portable. As `open_index` otherwise."""
 
     def __str__(self) -> str:
         return self.kind

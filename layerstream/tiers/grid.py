@@ -18,11 +18,14 @@ class ObjectGrid:
     Args:
         namespace: `Namespace.digest()` of the engine.
         chunk_blocks: blocks of a whole object.
+        block_hashes: what a block counts for in names, so that engines with blocks of other sizes name the same tokens
+            alike.
     """
 
-    def __init__(self, *, namespace: bytes, chunk_blocks: int) -> None:
+    def __init__(self, *, namespace: bytes, chunk_blocks: int, block_hashes: int = 1) -> None:
         self.namespace = namespace
         self.chunk_blocks = chunk_blocks
+        self._block_hashes = block_hashes
 
     def whole(self, hashes: Sequence[bytes], blocks: int) -> list[TierObject]:
         """The whole objects in the first `blocks` blocks of a prefix, in order.
@@ -50,5 +53,6 @@ class ObjectGrid:
 
     def object(self, hashes: Sequence[bytes], start: int, blocks: int, *, parent: bytes) -> TierObject:
         """The object of blocks `start .. start + blocks - 1`; `parent` is the key of the one before it."""
-        key = object_key(self.namespace, hashes[start + blocks - 1], start, blocks)
+        last, times = hashes[start + blocks - 1], self._block_hashes
+        key = object_key(self.namespace, last, start * times, blocks * times)
         return TierObject(key=key, parent=parent, start=start, blocks=blocks)

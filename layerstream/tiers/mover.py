@@ -20,15 +20,17 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeAlias
 
 from layerstream.errors import TierError
-from layerstream.jobs import JobKind, Report, TierJob
+from layerstream.jobs import JobKind, PortableRank, Report, TierJob
 from layerstream.metrics import TierTraffic
 from layerstream.tiers.base import Batch, StoreSite, TierStore
+from layerstream.tiers.bounce import Bounce
 from layerstream.tiers.complaints import Complaints
 from layerstream.tiers.lanes import Lane, Move, Outcome
 from layerstream.tiers.objects import ObjectFormat, checksum
 from layerstream.tiers.workspace import Workspace
 
 if TYPE_CHECKING:
+    from layerstream.head_groups import HeadGroups
     from layerstream.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class TierMover:
         *,
         pool: HostPool,
         format: ObjectFormat,  # noqa: A002
+        heads: HeadGroups | None = None,
         read_threads: int = 2,
         write_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -64,23 +67,36 @@ class TierMover:
             tiers: name of each tier, and what opens its store (`Tier.open_store`), in the order of the option `tiers`.
             pool: the host pool; it must outlive the mover's threads (`close`).
             format: of this rank's objects; pages as in the pool.
+            heads: cuts what the pages hold into portable objects, which are moved instead; None: objects are pages.
             read_threads: for each tier.
             write_threads: for each tier.
             clock: seconds, never going back.
 
         Raises:
             ConfigError: a tier can never work like this; those opened before it are closed.
+            GeometryError: `heads` does not describe the pool's pages.
         """
-        self.format, self._clock = format, clock
+        self.format, self.heads, self._clock = format, heads, clock
         readers, writers = len(tiers) * read_threads, len(tiers) * write_threads
-        self._workspace = Workspace(pool, format, threads=readers + writers, readers=readers, items=PART_OBJECTS)
-        site = StoreSite(format=format, memory=(*pool.regions(), self._workspace.memory))
+        self._workspace: Workspace | Bounce
+        if heads is None:
+            self._workspace = Workspace(pool, format, threads=readers + writers, readers=readers, items=PART_OBJECTS)
+        else:
+            self._workspace = Bounce(
+                pool, format, heads, threads=readers + writers, items=PART_OBJECTS, nbytes=PART_BYTES
+            )
+        self.formats = self._workspace.formats
+        """Of the objects that this rank has of each `TierObject`."""
+        memory = (*pool.regions(), self._workspace.memory)
         self._names = [name for name, _ in tiers]
-        self._stores: list[TierStore] = []
+        self._stores: list[list[TierStore]] = []
+        """For each tier, one for each of `formats`."""
         self._closed = False
         try:
             for _, open_store in tiers:
-                self._stores.append(open_store(site))
+                self._stores.append([])
+                for form in self.formats:
+                    self._stores[-1].append(open_store(StoreSite(format=form, memory=memory)))
         except BaseException:
             self._close_stores()
             raise
@@ -103,6 +119,22 @@ class TierMover:
                     threads=threads,
                     clock=clock,
                 )
+
+    @property
+    def portable(self) -> PortableRank | None:
+        """Which portable objects this rank has; None if objects are pages."""
+        if (heads := self.heads) is None:
+            return None
+        form = self.formats[0]
+        return PortableRank(
+            digest=heads.digest(),
+            stage=heads.stage,
+            count=heads.count,
+            first=heads.first,
+            held=heads.held,
+            block_bytes=form.block_bytes * self.format.block_tokens,
+            header_bytes=form.header_bytes,
+        )
 
     def submit(self, jobs: Sequence[TierJob]) -> None:
         """Queue jobs; each is reported once, whatever happens."""
@@ -166,16 +198,22 @@ class TierMover:
 
     def _work(
         self,
-        move: Callable[[TierJob, Batch], Outcome],
+        move: Callable[[TierJob, int, Batch, int], Outcome],
         first_thread: int,
         job: TierJob,
         first: int,
         count: int,
         thread: int,
     ) -> Outcome:
-        """Do a part of a job, as `Lane` wants it done."""
+        """Do a part of a job, as `Lane` wants it done: what counts are the leading objects of which all are moved."""
+        damaged = 0
         try:
-            return move(job, self._workspace.batch(job, first, count, thread=first_thread + thread))
+            for part in range(len(self.formats)):
+                batch = self._workspace.batch(job, first, count, thread=first_thread + thread, part=part)
+                outcome = move(job, first, batch, part)
+                count, damaged = outcome.moved, damaged + outcome.damaged
+                if not count:
+                    break
         except BaseException as error:
             self._complaints[job.tier].warn(
                 "LayerStream: tier %s failed to %s %d objects: %r",
@@ -185,15 +223,17 @@ class TierMover:
                 error,
             )
             raise
+        return Outcome(moved=count, damaged=damaged)
 
-    def _read(self, job: TierJob, batch: Batch) -> Outcome:
+    def _read(self, job: TierJob, first: int, batch: Batch, part: int) -> Outcome:
         for item in batch.items:
             # A header of before must not speak for bytes that never came.
             item.header[:8] = 0
-        arrived = _count(self._stores[job.tier].read(batch), batch)
-        for right, item in enumerate(batch.items[:arrived]):
+        arrived = _count(self._stores[job.tier][part].read(batch), batch)
+        right, damaged = arrived, 0
+        for number, item in enumerate(batch.items[:arrived]):
             try:
-                self.format.check(item.object, item.header, item.layers, namespace=job.namespace)
+                self.formats[part].check(item.object, item.header, item.layers, namespace=job.namespace)
             except Exception as error:  # noqa: BLE001 - whatever foreign bytes make of the check, they are not the object
                 self._complaints[job.tier].warn(
                     "LayerStream: tier %s returned a wrong object %s, which is removed: %s",
@@ -201,33 +241,39 @@ class TierMover:
                     item.object.key.hex()[:12],
                     error,
                 )
-                before = tuple(each.object.key for each in batch.items[:right])
-                self._remove(job.tier, replace(batch, chain=(*batch.chain, *before), items=(item,)))
-                return Outcome(moved=right, damaged=1)
-        return Outcome(moved=arrived)
+                before = tuple(each.object.key for each in batch.items[:number])
+                self._remove(job.tier, part, replace(batch, chain=(*batch.chain, *before), items=(item,)))
+                right, damaged = number, 1
+                break
+        self._workspace.unpack(job, first, replace(batch, items=batch.items[:right]), part=part)
+        return Outcome(moved=right, damaged=damaged)
 
-    def _write(self, job: TierJob, batch: Batch) -> Outcome:
+    def _write(self, job: TierJob, first: int, batch: Batch, part: int) -> Outcome:
+        if self.heads is not None and not self.heads.writes:
+            # A rank with the same heads writes them, and reports whether it could.
+            return Outcome(moved=len(batch.items))
+        self._workspace.pack(job, first, batch, part=part)
         for item in batch.items:
             sums = [checksum(pieces) for pieces in item.layers]
-            self.format.write_header(item.header, item.object, namespace=job.namespace, checksums=sums)
-        return Outcome(moved=_count(self._stores[job.tier].write(batch), batch))
+            self.formats[part].write_header(item.header, item.object, namespace=job.namespace, checksums=sums)
+        return Outcome(moved=_count(self._stores[job.tier][part].write(batch), batch))
 
-    def _remove(self, tier: int, batch: Batch) -> None:
+    def _remove(self, tier: int, part: int, batch: Batch) -> None:
         try:
-            self._stores[tier].remove(batch)
+            self._stores[tier][part].remove(batch)
         except BaseException as error:  # noqa: BLE001 - a tier may be anybody's code
             self._complaints[tier].warn("LayerStream: tier %s failed to remove an object: %r", self._names[tier], error)
 
     def _part(self, threads: int, job: TierJob, first: int) -> int:
         """How many objects from `first` on one thread moves at once: its share of a small job."""
-        most = min(PART_OBJECTS, -(-len(job.objects) // threads))
-        sizes = accumulate(self.format.nbytes(each.blocks) for each in job.objects[first : first + most])
-        return max(1, sum(nbytes <= PART_BYTES for nbytes in sizes))
+        most = min(self._workspace.items, -(-len(job.objects) // threads))
+        sizes = accumulate(self._workspace.nbytes(each.blocks) for each in job.objects[first : first + most])
+        return max(1, sum(nbytes <= PART_BYTES * len(self.formats) for nbytes in sizes))
 
     def _end(self, move: Move) -> None:
         """Keep what a job came to for `poll`."""
         job, moved = move.job, move.moved
-        nbytes = sum(self.format.nbytes(each.blocks) for each in job.objects[:moved])
+        nbytes = sum(self._workspace.nbytes(each.blocks) for each in job.objects[:moved])
         left = len(job.objects) - moved if move.short else 0
         if job.kind is JobKind.PROMOTE:
             traffic = TierTraffic(
@@ -253,8 +299,9 @@ class TierMover:
             return
         self._closed = True
         threads = [
-            Thread(target=self._close_store, args=each, name="layerstream-close", daemon=True)
-            for each in enumerate(self._stores)
+            Thread(target=self._close_store, args=(tier, store), name="layerstream-close", daemon=True)
+            for tier, stores in enumerate(self._stores)
+            for store in stores
         ]
         for thread in threads:
             thread.start()

@@ -7,6 +7,10 @@
 Any safetensors tool reads it. What makes it ours is in the header's metadata: namespace, key, parent, position, rank
 and a checksum of each layer. The header has the same length whatever the object, so everything lies at a known offset
 before the object is read.
+
+A portable object is the same with tokens in place of blocks: each layer is a tensor `[heads, tokens, row]` in canonical
+form (`layerstream.canonical`), whose version is in the metadata, and the rank is the number of its group of heads
+(`layerstream.head_groups`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from layerstream.canonical import VERSION as CANONICAL_VERSION
 from layerstream.errors import ObjectError
 
 if TYPE_CHECKING:
@@ -72,6 +77,8 @@ class ObjectHeader:
     """For each layer."""
     header_bytes: int
     """Where the pages start."""
+    heads: tuple[int, ...] = ()
+    """For each layer of a portable object; empty if pages are as their engine has them."""
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +88,7 @@ class ObjectHeader:
 
 class _Tensor(msgspec.Struct):
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
@@ -106,7 +113,11 @@ def parse_header(data: bytes | memoryview) -> ObjectHeader:
         version = int(metadata["version"])
         if version != VERSION:
             raise ObjectError(f"written in format version {version}; this release reads {VERSION}")
+        canonical = metadata.get("canonical")
+        if canonical not in (None, str(CANONICAL_VERSION)):
+            raise ObjectError(f"in version {canonical} of the canonical form; this release reads {CANONICAL_VERSION}")
         tensors = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+        shapes = [_page_shape(tensor, portable=canonical is not None) for tensor in tensors.values()]
         header = ObjectHeader(
             version=version,
             namespace=metadata["namespace"],
@@ -117,20 +128,25 @@ def parse_header(data: bytes | memoryview) -> ObjectHeader:
             tokens=int(metadata["tokens"]),
             rank=int(metadata["rank"]),
             layers=tuple(tensors),
-            page_bytes=tuple(tensor.shape[1] for tensor in tensors.values()),
+            page_bytes=tuple(heads * size for heads, size in shapes),
             checksums=tuple(int(word, 16) for word in metadata[CHECKSUM].split()),
             header_bytes=8 + length,
+            heads=tuple(heads for heads, _ in shapes) if canonical is not None else (),
         )
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise ObjectError(f"its header is damaged ({error})") from error
-    if min(header.blocks, *header.page_bytes, 1) < 1 or header.start < 0 or min(header.checksums, default=0) < 0:
+    if (
+        min(header.blocks, *header.page_bytes, *header.heads, 1) < 1
+        or header.start < 0
+        or min(header.checksums, default=0) < 0
+    ):
         raise ObjectError("its header is damaged (numbers that cannot be)")
     if not _HEX.issuperset(header.namespace + header.key + header.parent):
         raise ObjectError("its header is damaged (names are not hexadecimal)")
     offset = 0
-    for tensor, size in zip(tensors.values(), header.page_bytes, strict=True):
+    for tensor, size, (heads, row) in zip(tensors.values(), header.page_bytes, shapes, strict=True):
         stop = offset + header.blocks * size
-        if tensor != _Tensor("U8", (header.blocks, size), (offset, stop)):
+        if tensor != _Tensor("U8", _shape(header.blocks, heads, row, portable=bool(header.heads)), (offset, stop)):
             raise ObjectError("its header is damaged (tensors do not follow each other)")
         offset = stop
     if len(header.checksums) != len(header.layers) or header.header_bytes % ALIGNMENT:
@@ -138,11 +154,31 @@ def parse_header(data: bytes | memoryview) -> ObjectHeader:
     return header
 
 
+def _page_shape(tensor: _Tensor, *, portable: bool) -> tuple[int, int]:
+    """Heads and bytes of each that a tensor has for one of its blocks."""
+    if portable:
+        heads, _, row = tensor.shape
+        return heads, row
+    _, size = tensor.shape
+    return 1, size
+
+
+def _shape(blocks: int, heads: int, row: int, *, portable: bool) -> tuple[int, ...]:
+    return (heads, blocks, row) if portable else (blocks, row)
+
+
 class ObjectFormat:
     """The objects of one rank of one engine."""
 
     def __init__(
-        self, *, layers: Sequence[str], page_bytes: Sequence[int], chunk_blocks: int, block_tokens: int, rank: int
+        self,
+        *,
+        layers: Sequence[str],
+        page_bytes: Sequence[int],
+        chunk_blocks: int,
+        block_tokens: int,
+        rank: int,
+        heads: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -151,12 +187,14 @@ class ObjectFormat:
             chunk_blocks: most blocks in an object.
             block_tokens: tokens in a block.
             rank: whose objects they are.
+            heads: of portable objects, for each layer; a block is one token of them then.
         """
         self.layers = tuple(layers)
         self.page_bytes = tuple(page_bytes)
         self.chunk_blocks = chunk_blocks
         self.block_tokens = block_tokens
         self.rank = rank
+        self.heads = tuple(heads)
         longest = self._json(
             blocks=chunk_blocks, start=_DIGITS - 1, parent="0" * 64, key="0" * 64, namespace="0" * 64,
             checksums=[(1 << 64) - 1] * len(self.layers),
@@ -204,8 +242,10 @@ class ObjectFormat:
             ObjectError: they are not.
         """
         found = parse_header(header.data)
-        said = (found.namespace, found.key, found.start, found.blocks, found.rank, found.page_bytes)
-        asked = (namespace.hex(), item.key.hex(), item.start, item.blocks, self.rank, self.page_bytes)
+        said = (found.namespace, found.key, found.start, found.blocks, found.rank, found.page_bytes, found.heads)
+        asked = (
+            namespace.hex(), item.key.hex(), item.start, item.blocks, self.rank, self.page_bytes, self.heads,
+        )  # fmt: skip
         if said != asked or found.header_bytes != self.header_bytes:
             raise ObjectError(f"it is object {found.key[:12]} of rank {found.rank}, and not the one asked for")
         for name, pieces, wanted in zip(self.layers, layers, found.checksums, strict=True):
@@ -227,10 +267,13 @@ class ObjectFormat:
             "rank": str(self.rank),
             CHECKSUM: " ".join(f"{value:016x}" for value in checksums),
         }
+        if self.heads:
+            metadata["canonical"] = str(CANONICAL_VERSION)
         entries: dict[str, object] = {"__metadata__": metadata}
         offset = 0
-        for name, size in zip(self.layers, self.page_bytes, strict=True):
+        for name, size, heads in zip(self.layers, self.page_bytes, self.heads or (1,) * len(self.layers), strict=True):
             stop = offset + blocks * size
-            entries[name] = {"dtype": "U8", "shape": [blocks, size], "data_offsets": [offset, stop]}
+            shape = _shape(blocks, heads, size // heads, portable=bool(self.heads))
+            entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [offset, stop]}
             offset = stop
         return msgspec.json.encode(entries)

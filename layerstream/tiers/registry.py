@@ -37,6 +37,8 @@ class TierSpec:
     """Whether objects are written to it, or only read."""
     admission: Admission
     """What is written: all that is saved, or what was wanted a second time."""
+    portable: bool = False
+    """Whether objects are in canonical form (`layerstream.canonical`), for engines that lay KV out otherwise."""
     lookup_ms: float = LOOKUP_MS
     """Milliseconds that a waiting request gives the tier to say what it holds; an answer that comes later is a miss."""
 
@@ -54,11 +56,19 @@ def parse_tiers(entries: Sequence[Mapping[str, Any]]) -> tuple[TierSpec, ...]:
         kind = options.pop("type", None)
         write = options.pop("write", True)
         admission = options.pop("admission", "all")
+        portable = options.pop("portable", False)
         lookup_ms = options.pop("lookup_ms", LOOKUP_MS)
         if not isinstance(kind, str):
             raise ConfigError(f'{where} needs a "type": one of {", ".join(tier_types())}')
         if not isinstance(write, bool):
             raise ConfigError(f"{where}['write'] got {write!r}; allowed: true or false")
+        if not isinstance(portable, bool):
+            raise ConfigError(f"{where}['portable'] got {portable!r}; allowed: true or false")
+        if specs and portable is not specs[0].portable:
+            raise ConfigError(
+                f"{where}['portable'] is {str(portable).lower()}, and that of tiers[0] is not; it must be the same for "
+                "all tiers of an engine, since each prefix has one name"
+            )
         if admission not in get_args(Admission):
             raise ConfigError(f"{where}['admission'] got {admission!r}; allowed: {' or '.join(get_args(Admission))}")
         if isinstance(lookup_ms, bool) or not isinstance(lookup_ms, (int, float)) or not 0 < lookup_ms <= 60_000:
@@ -70,7 +80,14 @@ def parse_tiers(entries: Sequence[Mapping[str, Any]]) -> tuple[TierSpec, ...]:
         names = {spec.name for spec in specs}
         name = next(each for each in _names(kind) if each not in names)
         specs.append(
-            TierSpec(tier=tier, name=name, write=write, admission=cast(Admission, admission), lookup_ms=lookup_ms)
+            TierSpec(
+                tier=tier,
+                name=name,
+                write=write,
+                admission=cast(Admission, admission),
+                portable=portable,
+                lookup_ms=lookup_ms,
+            )
         )
     return tuple(specs)
 
