@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from layerstream.errors import ConfigError
 from layerstream.geometry import KVGeometry, LayerPages
-from layerstream.identity import FORMAT_VERSION, Namespace, canonical_digest, fingerprint_weights, object_key
+from layerstream.identity import (
+    FORMAT_VERSION,
+    Namespace,
+    PortableNamespace,
+    canonical_digest,
+    fingerprint_weights,
+    object_key,
+)
 
 VALUES: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
@@ -60,6 +67,31 @@ def test_every_field_changes_the_digest(name: str) -> None:
     others = [old + 1] if isinstance(old, int) else [None, "", "other", f"{old} "]
     digests = {dataclasses.replace(BASE, **{name: other}).digest() for other in {*others, old}}
     assert len(digests) == len({*others, old})
+
+
+PORTABLE = PortableNamespace.of(BASE, canonical_version=1, stages=["layers 0 to 15", "layers 16 to 31"])
+FORGOTTEN = {"layout", "attention_backend", "isa", "block_tokens", "tp_size", "pp_size", "ranks"}
+"""What the canonical form makes equal; pipeline stages are named one by one instead."""
+
+
+def test_portable_objects_belong_to_all_that_changes_their_bytes_and_nothing_else() -> None:
+    names = [field.name for field in dataclasses.fields(PortableNamespace)]
+    assert {*names} == {*VALUES} - FORGOTTEN | {"canonical_version", "stages"}
+    for name, value in VALUES.items():
+        changed = dataclasses.replace(BASE, **{name: 77 if isinstance(value, int) else "other"})
+        its = PortableNamespace.of(changed, canonical_version=1, stages=PORTABLE.stages)
+        assert (its.digest() == PORTABLE.digest()) == (name in FORGOTTEN | {"format_version"}), name
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PortableNamespace)])
+def test_every_field_of_a_portable_namespace_changes_its_digest(name: str) -> None:
+    old = getattr(PORTABLE, name)
+    other = old + 1 if isinstance(old, int) else (*old, "more") if name == "stages" else f"{old} "
+    assert dataclasses.replace(PORTABLE, **{name: other}).digest() != PORTABLE.digest()
+
+
+def test_portable_objects_and_others_never_share_a_name() -> None:
+    assert len({PORTABLE.digest(), BASE.digest()}) == 2 and len(PORTABLE.digest()) == 32
 
 
 def test_values_do_not_move_between_fields() -> None:

@@ -83,6 +83,8 @@ class SchedulerRig:
         kv_role: str = "kv_both",
         windows: Sequence[int | None] = (None,),
         replicas: int = 1,
+        block: int = BLOCK,
+        heads: int = 1,
     ) -> None:
         """
         Args:
@@ -94,12 +96,16 @@ class SchedulerRig:
             prefix_caching: vLLM's own.
             kv_role: of the connector.
             replicas: so many consecutive ranks hold the same KV.
+            block: tokens in a block.
+            heads: KV heads of a rank.
             windows: for each KV cache group the tokens that attention sees; None: all. Layers take turns.
         """
         options = {"sanitize": True, **options}
+        self.block, self.heads, self.at_rank = block, heads, 0
         register()
         init_none_hash(sha256)
-        self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role)
+        self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role, block)
+        self.configure(self.config)
         self.config.parallel_config.world_size = ranks
         self.windows = tuple(windows)
         self.layers = [f"model.layers.{index}.attn" for index in range(LAYERS)]
@@ -107,7 +113,7 @@ class SchedulerRig:
             num_blocks=num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(self.layers[group :: len(windows)], _spec(window))
+                KVCacheGroupSpec(self.layers[group :: len(windows)], _spec(window, block, heads))
                 for group, window in enumerate(windows)
             ],
         )
@@ -116,7 +122,7 @@ class SchedulerRig:
             kv_cache_config=self.cache,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=block,
         )
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, LayerStreamConnector)
@@ -126,10 +132,7 @@ class SchedulerRig:
             LayerStreamConnector(_of_rank(self.config, rank), KVConnectorRole.WORKER, self.cache)
             for rank in range(ranks)
         ]
-        self.kv = [
-            {name: torch.full((num_blocks, 1, BLOCK, 4), -1, dtype=torch.int64) for name in self.layers}
-            for _ in range(ranks)
-        ]
+        self.kv = [{name: self._empty_cache() for name in self.layers} for _ in range(ranks)]
         register_caches = [
             partial(worker.register_kv_caches, tensors) for worker, tensors in zip(self.workers, self.kv, strict=True)
         ]
@@ -161,7 +164,7 @@ class SchedulerRig:
             sampling_params=params,
             pooling_params=None,
             mm_features=None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            block_hasher=get_request_block_hasher(self.block, sha256),
         )
         self.requests[name] = request
         self.outputs[name] = []
@@ -203,8 +206,16 @@ class SchedulerRig:
         self.connector.shutdown()
         self.scheduler.shutdown()
 
+    def configure(self, config: VllmConfig) -> None:
+        """For engines that know more of their model."""
+
+    def _empty_cache(self) -> torch.Tensor:
+        """A layer's cache on one rank, as vLLM shows it: `[blocks, heads, tokens, elements]`."""
+        return torch.full((self.cache.num_blocks, self.heads, self.block, 4), -1, dtype=torch.int64)
+
     def _forward(self, rank: int, output: SchedulerOutput) -> ModelRunnerOutput:
         worker, kv = self.workers[rank], self.kv[rank]
+        self.at_rank = rank
         worker.handle_preemptions(output.kv_connector_metadata)
         worker.bind_connector_metadata(output.kv_connector_metadata)
         context: Any = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None)
@@ -262,7 +273,7 @@ class SchedulerRig:
     def _places(self, name: str, stop: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = torch.tensor(self.scheduler.kv_cache_manager.get_block_ids(name)[self.group_of(layer)])
         positions = torch.arange(stop)
-        return blocks[positions // BLOCK], positions % BLOCK
+        return blocks[positions // self.block], positions % self.block
 
     def _values(self, request: Request, stop: int, layer: int) -> torch.Tensor:
         value, values = 0, []
@@ -271,18 +282,22 @@ class SchedulerRig:
             values.append(value * LAYERS + layer)
         return torch.tensor(values, dtype=torch.int64)
 
+    def _rows(self, request: Request, stop: int, layer: int) -> torch.Tensor:
+        """KV of the first `stop` tokens on the rank whose turn it is: `[tokens, heads, elements]`."""
+        return self._values(request, stop, layer)[:, None, None].expand(-1, self.heads, 4)
+
     def _write(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
         request, start, stop = self._span(name, scheduled)
         blocks, slots = self._places(name, stop, layer)
-        cache[blocks[start:], 0, slots[start:]] = self._values(request, stop, layer)[start:, None]
+        cache[blocks[start:], :, slots[start:]] = self._rows(request, stop, layer)[start:]
 
     def _check(self, cache: torch.Tensor, layer: int, name: str, scheduled: int) -> None:
         request, start, stop = self._span(name, scheduled)
         blocks, slots = self._places(name, stop, layer)
-        read, want = cache[blocks, 0, slots], self._values(request, stop, layer)[:, None].expand(-1, 4)
+        read, want = cache[blocks, :, slots], self._rows(request, stop, layer)
         first = self.first_seen(layer, start)
         if not torch.equal(read[first:], want[first:]):
-            wrong = (first + (read != want)[first:].any(dim=1).nonzero()[:, 0]).tolist()
+            wrong = (first + (read != want)[first:].flatten(1).any(dim=1).nonzero()[:, 0]).tolist()
             raise WrongBytes(f"request {name}, layer {layer}: wrong KV at tokens {wrong[:8]} of {stop}")
 
     def _sample(self, name: str, scheduled: int) -> list[int]:
@@ -298,8 +313,8 @@ def _of_rank(config: VllmConfig, rank: int) -> VllmConfig:
     return its
 
 
-def _spec(window: int | None) -> AttentionSpec:
-    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+def _spec(window: int | None, block: int, heads: int) -> AttentionSpec:
+    shape: dict[str, Any] = {"block_size": block, "num_kv_heads": heads, "head_size": 4, "dtype": torch.float32}
     if isinstance(window, Chunked):
         return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=int(window))
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
@@ -312,6 +327,7 @@ def vllm_config(
     step_tokens: int,
     prefix_caching: bool,
     kv_role: str = "kv_both",
+    block: int = BLOCK,
 ) -> VllmConfig:
     (folder / "config.json").write_text(
         json.dumps(
@@ -328,7 +344,7 @@ def vllm_config(
             }
         )
     )
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching)
+    cache = CacheConfig(block_size=block, enable_prefix_caching=prefix_caching)
     cache.kv_cache_layout = "LBHNC"
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=4096),

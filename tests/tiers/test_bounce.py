@@ -14,14 +14,14 @@ import pytest
 
 from layerstream import canonical
 from layerstream.errors import GeometryError
-from layerstream.jobs import JobKind
-from layerstream.tiers import bounce, mover
-from layerstream.tiers.base import IndexSite, StoreSite, Tier, TierStore
+from layerstream.jobs import JobKind, TierJob
+from layerstream.tiers import mover
+from layerstream.tiers.base import Batch, IndexSite, StoreSite, Tier
 from layerstream.tiers.bounce import Bounce
 from layerstream.tiers.disk.tier import DiskTier
 from layerstream.tiers.objects import Bytes, parse_header
 from tests.kernels.rows import LAYOUTS, Layout
-from tests.rigs.memory_tier import MemoryTier
+from tests.rigs.memory_tier import MemoryStore, MemoryTier
 from tests.rigs.portable_engine import CHUNK_TOKENS, TOKENS, Model, PortableEngine
 from tests.rigs.tier_items import NAMESPACE
 
@@ -246,13 +246,18 @@ def test_all_memory_lies_in_what_the_store_was_shown(open_engine: Open) -> None:
     moved: list[Bytes] = []
 
     class Showing(MemoryTier):
-        def open_store(self, site: StoreSite) -> TierStore:  # type: ignore[override]
+        def open_store(self, site: StoreSite) -> MemoryStore:
             shown.append(site)
-            store = super().open_store(site)
-            read, write = store.read, store.write
-            store.read = lambda batch: moved.extend(p for i in batch.items for p in i.buffers) or read(batch)  # type: ignore
-            store.write = lambda batch: moved.extend(p for i in batch.items for p in i.buffers) or write(batch)  # type: ignore
-            return store
+            return Store(self, site)
+
+    class Store(MemoryStore):
+        def read(self, batch: Batch) -> int:
+            moved.extend(piece for item in batch.items for piece in item.buffers)
+            return super().read(batch)
+
+        def write(self, batch: Batch) -> int:
+            moved.extend(piece for item in batch.items for piece in item.buffers)
+            return super().write(batch)
 
     engine = open_engine(into=Showing())
     engine.write()
@@ -266,9 +271,11 @@ def test_all_memory_lies_in_what_the_store_was_shown(open_engine: Open) -> None:
 def test_threads_have_memory_of_their_own(open_engine: Open) -> None:
     engine = open_engine()
     workspace = engine.movers[0]._workspace
-    assert isinstance(workspace, bounce.Bounce)
+    assert isinstance(workspace, Bounce)
     objects = engine.objects()
-    job = _job(engine)
+    job = TierJob(
+        job_id=1, kind=JobKind.PROMOTE, tier=0, namespace=NAMESPACE, chain=(), objects=tuple(objects), pool_runs=()
+    )
     pieces = [
         piece
         for thread in range(3)
@@ -278,20 +285,6 @@ def test_threads_have_memory_of_their_own(open_engine: Open) -> None:
     before = [piece.copy() for piece in pieces]
     pieces[0][:] = 7
     assert all(np.array_equal(piece, copy) for piece, copy in zip(pieces[1:], before[1:], strict=True))
-
-
-def _job(engine: PortableEngine) -> Any:
-    from layerstream.jobs import TierJob
-
-    return TierJob(
-        job_id=1,
-        kind=JobKind.PROMOTE,
-        tier=0,
-        namespace=NAMESPACE,
-        chain=(),
-        objects=tuple(engine.objects()),
-        pool_runs=tuple(engine.runs(TOKENS // 16)),
-    )
 
 
 def test_heads_of_other_pages_are_refused(open_engine: Open) -> None:

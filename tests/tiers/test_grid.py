@@ -51,6 +51,17 @@ def test_chunks_of_one_block_have_no_tails() -> None:
     assert ObjectGrid(namespace=NAMESPACE, chunk_blocks=1).tails(hashes(3), 1, parent=b"") == []
 
 
+def test_engines_with_blocks_of_other_sizes_name_the_same_tokens_alike() -> None:
+    its = hashes(24)
+    short = ObjectGrid(namespace=NAMESPACE, chunk_blocks=8)
+    long = ObjectGrid(namespace=NAMESPACE, chunk_blocks=2, block_hashes=4)
+    ends = its[3::4]
+    assert [each.key for each in long.whole(ends, 6)] == [each.key for each in short.whole(its, 24)]
+    assert [each.start for each in long.whole(ends, 6)] == [0, 2, 4]
+    assert long.object(ends, 2, 1, parent=b"").key == short.object(its, 8, 4, parent=b"").key
+    assert long.object(ends, 2, 1, parent=b"").key != short.object(its, 2, 1, parent=b"").key
+
+
 def test_names_tell_apart_engines_and_cuts() -> None:
     its = hashes(8)
     grids = [

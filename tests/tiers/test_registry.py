@@ -54,6 +54,18 @@ def test_options_common_to_all_tiers_are_taken_out() -> None:
     assert (spec.write, spec.admission, spec.lookup_ms) == (False, "reused", 40)
 
 
+def test_tiers_are_portable_together_or_not_at_all() -> None:
+    assert not parse_tiers([{"type": "memory"}])[0].portable
+    assert [spec.portable for spec in parse_tiers([{"type": "memory", "portable": True}] * 2)] == [True, True]
+    assert not any(spec.portable for spec in parse_tiers([{"type": "memory", "portable": False}, {"type": "memory"}]))
+    for first, second in ((True, False), (False, True)):
+        entries = [{"type": "memory", "portable": first}, {"type": "memory", "portable": second}]
+        with pytest.raises(
+            ConfigError, match=rf"\[1\]\['portable'\] is {str(second).lower()}, and that of tiers\[0\] is"
+        ):
+            parse_tiers(entries)
+
+
 def test_the_entries_given_stay_as_they_are() -> None:
     entry: Mapping[str, Any] = {"type": "memory", "write": True}
     parse_tiers([entry])
@@ -74,6 +86,7 @@ def test_names_are_unique_whatever_the_types_are_called() -> None:
         ({"type": "memroy"}, r"\[1\] \(memroy\): there is no such tier; did you mean 'memory'\? Installed: disk, "),
         ({"type": "zzzzzzz"}, r"\[1\] \(zzzzzzz\): there is no such tier\. Installed: disk, "),
         ({"type": "memory", "write": 1}, r"\[1\]\['write'\] got 1; allowed: true or false"),
+        ({"type": "memory", "portable": "yes"}, r"\[1\]\['portable'\] got 'yes'; allowed: true or false"),
         ({"type": "memory", "admission": "some"}, r"\[1\]\['admission'\] got 'some'; allowed: all or reused"),
         ({"type": "memory", "lookup_ms": 0}, r"\[1\]\['lookup_ms'\] got 0; allowed: a number > 0"),
         ({"type": "memory", "lookup_ms": True}, r"\[1\]\['lookup_ms'\] got True"),

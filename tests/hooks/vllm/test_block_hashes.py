@@ -5,7 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from layerstream.hooks.vllm.block_hashes import BlockHashes
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from layerstream.hooks.vllm.block_hashes import BlockHashes, FinerHashes
 
 
 def request(hashes: list[bytes], lora: Any = None, name: str = "r") -> Any:
@@ -103,3 +109,78 @@ def test_how_strongly_an_adapter_counts_is_in_every_hash(tmp_path: Path) -> None
         (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
         found.append(BlockHashes().of(request(theirs, lora)))
     assert found[0] != found[1]
+
+
+def finer(block_tokens: int, tokens: int = 4) -> BlockHashes:
+    return BlockHashes(FinerHashes(tokens=tokens, block_tokens=block_tokens, algorithm="sha256"))
+
+
+def served_request(tokens: list[int], block_tokens: int, **more: Any) -> Request:
+    init_none_hash(sha256)
+    params = SamplingParams(max_tokens=1)
+    params.update_from_generation_config({}, 1)
+    return Request(
+        request_id="r",
+        prompt_token_ids=list(tokens),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(block_tokens, sha256),
+        **more,
+    )
+
+
+def test_engines_with_other_blocks_name_the_same_prefixes_alike() -> None:
+    tokens = list(range(2, 63))
+    short = BlockHashes().of(served_request(tokens, 4))
+    assert len(short) == 15
+    for block_tokens in (8, 12, 16):
+        named = finer(block_tokens).of(served_request(tokens, block_tokens))
+        each = block_tokens // 4
+        assert named == short[each - 1 :: each][: 61 // block_tokens] and named
+    assert finer(4).of(served_request(tokens, 4)) == short
+
+
+def test_names_that_come_one_by_one_are_those_that_come_at_once() -> None:
+    tokens = [3 + number * 7 % 90 for number in range(64)]
+    growing, known = served_request(tokens[:5], 8), finer(8)
+    mine = known.of(growing)
+    for token in tokens[5:]:
+        growing.append_output_token_ids(token)
+        assert known.of(growing) is mine and len(mine) == len(growing.block_hashes)
+    assert mine == finer(8).of(served_request(tokens, 8))
+
+
+def test_names_follow_a_prefix_that_is_rewritten() -> None:
+    known, tokens = finer(8), list(range(2, 34))
+    request = served_request(tokens, 8)
+    before = known.of(request)
+    other = served_request([*tokens[:13], 99, *tokens[14:]], 8)
+    after = known.of(other)
+    assert after == finer(8).of(other) and before[:1] == after[:1] and before[1] != after[1]
+    assert len(before) == 4, "whoever has the old list keeps it"
+
+
+def test_salts_are_in_finer_names_too() -> None:
+    tokens = list(range(2, 34))
+    plain = finer(8).of(served_request(tokens, 8))
+    salted = finer(8).of(served_request(tokens, 8, cache_salt="pepper"))
+    assert not {*plain} & {*salted}
+    assert salted == BlockHashes().of(served_request(tokens, 4, cache_salt="pepper"))[1::2]
+
+
+def test_an_adapters_weights_are_in_finer_names_too(tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    adapter(folder, b"abcd")
+    lora = LoRARequest(lora_name="a", lora_int_id=1, lora_path=str(folder))
+    tokens = list(range(2, 34))
+    short = BlockHashes().of(served_request(tokens, 4, lora_request=lora))
+    assert finer(8).of(served_request(tokens, 8, lora_request=lora)) == short[1::2]
+
+
+def test_a_request_that_ended_leaves_nothing_behind() -> None:
+    each = FinerHashes(tokens=4, block_tokens=8, algorithm="sha256")
+    known = BlockHashes(each)
+    mine = known.of(request := served_request(list(range(2, 34)), 8))
+    known.forget("r")
+    assert not each._known
+    assert known.of(request) == mine
