@@ -251,3 +251,70 @@ def test_a_format_tells_sizes_before_anything_is_written() -> None:
     assert form.header_bytes == 4096 and form.block_bytes == 128
     assert form.nbytes(3) == 4096 + 3 * 128
     assert form.layer_offsets(3) == [4096, 4096 + 300]
+
+
+PORTABLE = ObjectFormat(
+    layers=FORM.layers, page_bytes=(64, 192, 5), chunk_blocks=64, block_tokens=1, rank=3, heads=(1, 3, 5)
+)
+
+
+def portable_item() -> Item:
+    return fill(PORTABLE, empty_item(PORTABLE, replace(CHAIN[1], start=64, blocks=48), Room(1 << 20)))
+
+
+def test_a_portable_object_has_heads_and_tokens() -> None:
+    each = portable_item()
+    header = parse_header(each.header.data)
+    assert (header.start, header.blocks, header.tokens, header.heads) == (64, 48, 48, (1, 3, 5))
+    assert header.page_bytes == PORTABLE.page_bytes and header.nbytes == each.nbytes
+    said = json.loads(each.header[8:].tobytes())
+    assert [said[name]["shape"] for name in PORTABLE.layers] == [[1, 48, 64], [3, 48, 64], [5, 48, 1]]
+    assert said["__metadata__"]["canonical"] == "1"
+    assert intact(PORTABLE, each)
+
+
+def test_pages_and_portable_objects_never_pass_for_each_other() -> None:
+    each, pages = (
+        portable_item(),
+        ObjectFormat(layers=FORM.layers, page_bytes=PORTABLE.page_bytes, chunk_blocks=64, block_tokens=1, rank=3),
+    )
+    assert pages.header_bytes == PORTABLE.header_bytes
+    with pytest.raises(ObjectError, match="not the one asked for"):
+        pages.check(each.object, each.header, each.layers, namespace=NAMESPACE)
+    other = fill(pages, empty_item(pages, each.object, Room(1 << 20)))
+    with pytest.raises(ObjectError, match="not the one asked for"):
+        PORTABLE.check(other.object, other.header, other.layers, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda said: said["__metadata__"].update(canonical="2"),
+            "in version 2 of the canonical form; this release reads 1",
+            id="another version",
+        ),
+        pytest.param(
+            lambda said: said["__metadata__"].update(canonical=""), "in version  of the canonical form", id="no version"
+        ),
+        pytest.param(lambda said: said["__metadata__"].pop("canonical"), "its header is damaged", id="pages"),
+        pytest.param(lambda said: said[FORM.layers[0]].update(shape=[48, 64]), "its header is damaged", id="no heads"),
+        pytest.param(
+            lambda said: said[FORM.layers[0]].update(shape=[1, 64, 48]), "its header is damaged", id="other tokens"
+        ),
+        pytest.param(
+            lambda said: said[FORM.layers[0]].update(shape=[-1, 48, -64]), "its header is damaged", id="negative heads"
+        ),
+        pytest.param(
+            lambda said: said[FORM.layers[1]].update(shape=[1, 48, 192]), "not the one asked for", id="other heads"
+        ),
+    ],
+)
+def test_a_portable_object_that_says_something_else_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    each = portable_item()
+    said = json.loads(each.header[8:].tobytes())
+    change(said)
+    text = json.dumps(said, separators=(",", ":")).encode()
+    each.header[8:] = np.frombuffer(text.ljust(len(each.header) - 8), dtype=np.uint8)
+    with pytest.raises(ObjectError, match=message):
+        PORTABLE.check(each.object, each.header, each.layers, namespace=NAMESPACE)

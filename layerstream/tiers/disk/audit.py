@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal
 import msgspec
 import numpy as np
 
+from layerstream.canonical import VERSION as CANONICAL_VERSION
 from layerstream.errors import ObjectError
 from layerstream.tiers.disk.folder import NOT_THERE, SHARDS, DiskFolder, file_status, open_shard, parse_name
 from layerstream.tiers.disk.unfinished import is_unfinished
@@ -125,7 +126,7 @@ def _look_into(name: str, file: BinaryIO, *, verify: bool) -> Audited:
         return audited("damaged", "it has no safetensors header")
     if said.get("format") != "layerstream":
         return audited("not ours")
-    if said.get("version") != str(VERSION):
+    if said.get("version") != str(VERSION) or said.get("canonical", str(CANONICAL_VERSION)) != str(CANONICAL_VERSION):
         return audited("other version")
     try:
         header = parse_header(length.to_bytes(8, "little") + head)

@@ -43,6 +43,7 @@ class MooncakeStore(TierStore):
         own_memory: whether this process contributes memory.
         ranges: most pieces in one call of a session.
         lease_s: seconds that the master's leases last.
+        close: called once, when the store is closed.
         clock: seconds, never going back.
     """
 
@@ -54,12 +55,14 @@ class MooncakeStore(TierStore):
         own_memory: bool,
         ranges: int,
         lease_s: float,
+        close: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._rank, self._own_memory = client, site.format.rank, own_memory
         self._most_pieces = OWN_BULK_PIECES if own_memory else BULK_PIECES
         self._memory = RegisteredMemory(site.memory)
         self._keys = _Keys()
+        self._close: Callable[[], None] | None = close
         self._room = Room(longest_s=lease_s, clock=clock)
         self._reader = SessionReader(client, ranges=ranges, lease_s=lease_s, clock=clock)
         self._writer = SessionWriter(client, ranges=ranges, room=self._room)
@@ -87,7 +90,9 @@ class MooncakeStore(TierStore):
             remove_objects(self._client, names)
 
     def close(self) -> None:
-        self._client.close()
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
     def _in_bulk(self, wholes: Sequence[Range]) -> bool:
         pieces = [len(whole.sizes) for whole in wholes]

@@ -17,7 +17,8 @@ process sets them by its option `timeout_s`, unless the environment has them alr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -30,6 +31,9 @@ from layerstream.tiers.mooncake.master import MasterAddress
 from layerstream.tiers.mooncake.store import MooncakeStore
 from layerstream.tiers.objects import Bytes
 from layerstream.tiers.options import read_options
+
+Memory: TypeAlias = tuple[tuple[int, int], ...]
+"""Address and bytes of each region that a store was shown."""
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +69,8 @@ class MooncakeTier(Tier):
         self.options = options
         self._master = MasterAddress.parse(options.master)
         self._library = load_library(options.timeout_s)
+        self._clients: dict[Memory, list[MooncakeClient]] = {}
+        """Memory -> its client, once for each store that uses it."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
@@ -77,11 +83,28 @@ class MooncakeTier(Tier):
 
     def open_store(self, site: StoreSite) -> MooncakeStore:
         segment_bytes = round(self.options.segment_gib * (1 << 30))
-        client = self._client(segment_bytes=segment_bytes, memory=site.memory)
-        client.open()
+        # Stores of one rank share a client, so that memory is registered and contributed once.
+        memory = tuple((region.ctypes.data, region.nbytes) for region in site.memory)
+        users = self._clients.setdefault(memory, [])
+        client = users[0] if users else self._client(segment_bytes=segment_bytes, memory=site.memory)
+        if not users:
+            client.open()
+        users.append(client)
         return MooncakeStore(
-            client, site, own_memory=segment_bytes > 0, ranges=ranges_per_call(), lease_s=self.options.lease_s
+            client,
+            site,
+            own_memory=segment_bytes > 0,
+            ranges=ranges_per_call(),
+            lease_s=self.options.lease_s,
+            close=partial(self._let_go, memory),
         )
+
+    def _let_go(self, memory: Memory) -> None:
+        """One store less uses this memory; with the last one its client is closed."""
+        users = self._clients[memory]
+        client = users.pop()
+        if not users:
+            client.close()
 
     def _client(self, *, segment_bytes: int = 0, memory: Sequence[Bytes] = ()) -> MooncakeClient:
         settings = ConnectionSettings(

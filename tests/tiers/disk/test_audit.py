@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from layerstream.tiers.base import StoreSite
 from layerstream.tiers.disk.audit import audit, list_folder
+from layerstream.tiers.disk.folder import DiskFolder
+from layerstream.tiers.disk.tier import DiskTier
+from layerstream.tiers.objects import ObjectFormat
 from tests.rigs.disk_engine import DiskEngine
-from tests.rigs.tier_items import make_chain
+from tests.rigs.tier_items import Room, empty_item, fill, make_batch, make_chain
 
 
 @pytest.fixture
@@ -66,3 +70,19 @@ def test_a_header_that_claims_more_than_there_is_costs_no_memory(engine: DiskEng
     listing = list_folder(engine.folder)
     files = list(audit(engine.folder, listing.objects, verify=True, progress=lambda _: None))
     assert sorted(file.state for file in files) == ["damaged", "whole", "whole"]
+
+
+def test_portable_objects_are_looked_into_and_those_of_another_version_left_alone(tmp_path: Path) -> None:
+    form = ObjectFormat(layers=["a", "b"], page_bytes=(64, 96), chunk_blocks=64, block_tokens=1, rank=2, heads=(2, 3))
+    room, folder = Room(1 << 20), tmp_path / "portable"
+    store = DiskTier.parse({"path": str(folder), "gib": 1}).open_store(StoreSite(format=form, memory=(room.memory,)))
+    whole, other = make_chain(2, chunk_blocks=64)
+    assert store.write(make_batch(fill(form, empty_item(form, each, room)) for each in (whole, other))) == 2
+    files = {each: folder / "v1" / each.key.hex()[:2] / f"{each.key.hex()}.2.safetensors" for each in (whole, other)}
+    files[other].write_bytes(files[other].read_bytes().replace(b'"canonical":"1"', b'"canonical":"9"'))
+    listing = list_folder(DiskFolder(folder))
+    found = audit(DiskFolder(folder), listing.objects, verify=True, progress=lambda _: None)
+    audited = {file.name: file for file in found}
+    assert audited[files[whole].name].state == "whole" and audited[files[other].name].state == "other version"
+    header = audited[files[whole].name].header
+    assert header is not None and (header.tokens, header.heads, header.rank) == (64, (2, 3), 2)

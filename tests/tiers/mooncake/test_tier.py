@@ -216,6 +216,26 @@ def test_an_object_is_there_once_every_rank_has_written_it(service: MooncakeServ
     index.close()
 
 
+def test_stores_over_one_memory_share_a_client_until_the_last_is_closed(service: MooncakeService) -> None:
+    tier, room, other = service.tier(), Room(16 << 20), Room(1 << 20)
+    forms = [make_format((4096, 512), rank=rank) for rank in range(2)]
+    first, second = (tier.open_store(StoreSite(format=form, memory=(room.memory,))) for form in forms)
+    apart = tier.open_store(StoreSite(format=forms[0], memory=(other.memory,)))
+    assert first._client is second._client is not apart._client
+    first.close()
+    first.close()
+    chain = make_chain(1, prompt="shared client")
+    assert second.write(make_batch([fill(forms[1], empty_item(forms[1], chain[0], room))])) == 1
+    second.close()
+    with pytest.raises(TierError, match="not connected"):
+        second.write(make_batch([fill(forms[1], empty_item(forms[1], chain[0], room))]))
+    again = tier.open_store(StoreSite(format=forms[1], memory=(room.memory,)))
+    item = empty_item(forms[1], chain[0], room)
+    assert again.read(make_batch([item])) == 1 and intact(forms[1], item)
+    for store in (again, apart):
+        store.close()
+
+
 def test_memory_that_is_not_registered_is_refused(remote: Engine) -> None:
     chain = remote.chain(1, prompt="unregistered")
     elsewhere = Room(4 << 20)
