@@ -8,7 +8,8 @@ from tests.hooks.vllm.contract.configuration import CONFIGURATION
 from tests.hooks.vllm.contract.engine import ENGINE
 from tests.hooks.vllm.contract.facts import Fact
 from tests.hooks.vllm.contract.interface import INTERFACE
+from tests.hooks.vllm.contract.rows import ROWS
 from tests.hooks.vllm.contract.runners import RUNNERS
 from tests.hooks.vllm.contract.scheduling import SCHEDULING
 
-RELIED_ON: Final[tuple[Fact, ...]] = INTERFACE + SCHEDULING + RUNNERS + ENGINE + CONFIGURATION
+RELIED_ON: Final[tuple[Fact, ...]] = INTERFACE + SCHEDULING + RUNNERS + ENGINE + CONFIGURATION + ROWS

@@ -97,6 +97,26 @@ class Writes(Fact):
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defined(Fact):
+    """Every function of this name."""
+
+    name: str
+    folders: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"functions called {self.name}"
+
+    def lines(self, source: Source) -> list[str]:
+        return sorted(
+            f"{file}: {name}"
+            for file, module in source.mentioning([f"def {self.name}"], self.folders)
+            for name, _ in functions(module)
+            if name.rpartition(".")[2] == self.name
+        )
+
+
 def _changes(function: Function, attribute: str) -> Iterator[str]:
     def is_it(node: ast.AST) -> bool:
         node = node.value if isinstance(node, ast.Subscript) else node
