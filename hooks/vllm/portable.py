@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_BACKENDS = frozenset(
     {
+        "CPU_MLA",
         "CUTLASS_MLA",
         "FLASHINFER",
         "FLASHINFER_MLA",
@@ -35,7 +36,7 @@ PLAIN_BACKENDS = frozenset(
     }
 )
 """Attention backends that keep a token's key and then its value in the last dimension of vLLM's view, or one latent
-vector: they split the view so, or write by `concat_and_cache_mla` (vLLM 0.32, v1/attention/backends)."""
+vector: they split the view so, or write by `concat_and_cache_mla` or as it does (vLLM 0.32, v1/attention/backends)."""
 
 
 def head_groups(

@@ -48,6 +48,12 @@ ROWS: Final[tuple[Fact, ...]] = (
         watched="concat_and_cache_mla",
         why="a row is one latent vector (portable.PLAIN_BACKENDS)",
     ),
+    Order(
+        file=f"{_BACKENDS}/mla/cpu_mla.py",
+        function="CPUMLAImpl.do_kv_cache_update",
+        watched="flat slots kv_lora_rank kv_c_normed k_pe_sq",
+        why="as above",
+    ),
     Defined(
         name="do_kv_cache_update",
         folders=("v1/attention",),
