@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,13 @@ def test_geometry_keeps_the_order_of_the_layers() -> None:
     assert [layer.name for layer in geometry.layers] == ["b", "a"]
     assert [layer.offset for layer in geometry.layers] == [128, 0]
     assert dataclasses.asdict(geometry)["block_tokens"] == 2
+
+
+def test_portable_tiers_need_an_engine_that_says_what_its_pages_hold(tmp_path: Path) -> None:
+    tier = {"type": "disk", "path": str(tmp_path), "gib": 1, "portable": True}
+    config = StreamConfig.from_extra({"host_gib": 0.001, "chunk_tokens": 2, "tiers": [tier]})
+    with pytest.raises(ConfigError, match="which KV heads its tensors hold; turn the option portable off"):
+        build_engine(TENSORS, num_blocks=4, block_tokens=2, config=config)
 
 
 def test_a_trace_folder_that_cannot_be_made_is_one_clear_error(tmp_path: object) -> None:

@@ -31,7 +31,7 @@ def test_ranks_hold_every_head_of_every_group_once(totals: tuple[int, ...], tp_s
     ranks = [groups(*totals, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
     assert [number for rank in ranks for number in rank.numbers] == list(range(ranks[0].count))
     for place, total in enumerate(totals):
-        heads = []
+        heads: list[int] = []
         for rank in ranks:
             for group in range(rank.held):
                 portion = rank.portion(place, group, tokens=16, chunk_token=48)

@@ -78,7 +78,8 @@ def test_portable_objects_belong_to_all_that_changes_their_bytes_and_nothing_els
     names = [field.name for field in dataclasses.fields(PortableNamespace)]
     assert {*names} == {*VALUES} - FORGOTTEN | {"canonical_version", "stages"}
     for name, value in VALUES.items():
-        changed = dataclasses.replace(BASE, **{name: 77 if isinstance(value, int) else "other"})
+        other: Any = 77 if isinstance(value, int) else "other"
+        changed = dataclasses.replace(BASE, **{name: other})
         its = PortableNamespace.of(changed, canonical_version=1, stages=PORTABLE.stages)
         assert (its.digest() == PORTABLE.digest()) == (name in FORGOTTEN | {"format_version"}), name
 
@@ -86,7 +87,7 @@ def test_portable_objects_belong_to_all_that_changes_their_bytes_and_nothing_els
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PortableNamespace)])
 def test_every_field_of_a_portable_namespace_changes_its_digest(name: str) -> None:
     old = getattr(PORTABLE, name)
-    other = old + 1 if isinstance(old, int) else (*old, "more") if name == "stages" else f"{old} "
+    other: Any = old + 1 if isinstance(old, int) else (*old, "more") if name == "stages" else f"{old} "
     assert dataclasses.replace(PORTABLE, **{name: other}).digest() != PORTABLE.digest()
 
 

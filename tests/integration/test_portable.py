@@ -25,7 +25,7 @@ def disk(folder: Path, *, portable: bool = True) -> dict[str, Any]:
 def test_two_ranks_serve_what_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = tiny_models.latent(tmp_path / "model"), tmp_path / "kv"
     ids = [random.Random(seed).choices(range(10, 500), k=TOKENS) for seed in (1, 2)]
-    setup: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "skip_tokenizer_init": True}
+    setup: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32"}
     options = {"host_gib": 0.25, "chunk_tokens": CHUNK, "verify": True}
     tiers = [disk(folder)]
     with EngineLife(model, tmp_path / "one.log", tiers=tiers, options=options, **setup) as one:

@@ -113,7 +113,7 @@ class SchedulerRig:
             num_blocks=num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(self.layers[group :: len(windows)], _spec(window, block, heads))
+                KVCacheGroupSpec(self.layers[group :: len(windows)], self.spec(window))
                 for group, window in enumerate(windows)
             ],
         )
@@ -208,6 +208,10 @@ class SchedulerRig:
 
     def configure(self, config: VllmConfig) -> None:
         """For engines that know more of their model."""
+
+    def spec(self, window: int | None) -> AttentionSpec:
+        """Of layers whose attention sees so many tokens; None: all."""
+        return _spec(window, self.block, self.heads)
 
     def _empty_cache(self) -> torch.Tensor:
         """A layer's cache on one rank, as vLLM shows it: `[blocks, heads, tokens, elements]`."""

@@ -82,6 +82,19 @@ def test_windows_and_full_attention_are_read_by_other_ranks(make: Make) -> None:
     assert served(make(windows=(None, 48), ranks=4, memory="bhn"), "b", prompt(TOKENS)) >= 256
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_latent_is_shared_by_engines_with_any_number_of_ranks(make: Make, tmp_path: Path, replicas: int) -> None:
+    """Ranks with the same KV have one pool, or one each where they do not reach each other's memory."""
+    ranks = {"latent": True, "ranks": 2, "replicas": replicas}
+    first = make(**ranks)
+    assert served(first, "a", prompt(TOKENS)) == 0
+    numbers = {file.name.split(".")[1] for file in (tmp_path / "tier").rglob("*.safetensors")}
+    assert numbers == {"0"}
+    for setup in ({"latent": True, "block": 32}, ranks):
+        assert served(second := make(**setup), "b", prompt(TOKENS)) == 288
+        assert second.outputs["b"] == first.outputs["a"]
+
+
 def test_engines_that_differ_in_what_counts_share_nothing(make: Make, tmp_path: Path) -> None:
     served(first := make(), "a", prompt(TOKENS))
     assert served(first, "other", prompt(TOKENS, seed=1)) == 0
