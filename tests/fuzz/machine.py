@@ -41,6 +41,7 @@ TROUBLES = (
 OPERATIONS = (
     "rank catches up",
     "rank catches up",
+    "rank falls behind",
     "vLLM forgets",
     "ranks stall",
     "ranks go on",
@@ -57,10 +58,12 @@ OPERATIONS = (
 
 often = st.sampled_from((True, True, True, False))
 seldom = st.sampled_from((False, False, False, True))
+ranks = st.sampled_from(((1, 1), (2, 1), (3, 1), (2, 2), (3, 3), (4, 2)))
+"""How many, and how many consecutive ones of them hold the same KV."""
 setups = st.builds(
-    Setup,
+    lambda ranks, **others: Setup(ranks=ranks[0], replicas=ranks[1], **others),
+    ranks=ranks,
     seed=st.integers(0, 1 << 16),
-    ranks=st.integers(1, 3),
     blocks=st.integers(10, 28),
     slots=st.sampled_from((2, 4, 4, 8, 24)),
     chunk_blocks=st.sampled_from((1, 2, 4)),
@@ -240,19 +243,20 @@ class ServingMachine(RuleBasedStateMachine):
             STATISTICS.events[f"abort: {status}, {what}"] += 1
         self.rig.abort(name)
 
-    @action(what=st.sampled_from(OPERATIONS), rank=st.integers(0, 2), steps=st.sampled_from((0, 1, 3, 10)))
+    @action(what=st.sampled_from(OPERATIONS), rank=st.integers(0, 3), steps=st.sampled_from((0, 1, 3, 10)))
     def operate(self, what: str, rank: int, steps: int) -> None:
         """Something that is as it should be happens at a bad moment."""
         rig, rank = self.rig, rank % self.rig.setup.ranks
         match what:
             case "rank catches up":
+                rig.behind.discard(rank)
                 rig._adversaries[rank].run(rig.devices[rank])
+            case "rank falls behind":
+                rig.behind.add(rank)
             case "vLLM forgets":
                 rig.forget_cached()
-            case "ranks stall":
-                rig.stalled = True
-            case "ranks go on":
-                rig.stalled = False
+            case "ranks stall" | "ranks go on":
+                rig.stalled = what == "ranks stall"
             case "reports are late":
                 rig.mailboxes[rank].late = steps
             case "rank is silent":
@@ -271,7 +275,7 @@ class ServingMachine(RuleBasedStateMachine):
                 self.steps(2)
                 rig.reset(connector=self.resets, running=False)
 
-    @action(is_unlucky, what=st.sampled_from(TROUBLES), rank=st.integers(0, 2))
+    @action(is_unlucky, what=st.sampled_from(TROUBLES), rank=st.integers(0, 3))
     def trouble(self, what: str, rank: int) -> None:
         """Something goes wrong with a rank, or is mended."""
         rig, rank = self.rig, rank % self.rig.setup.ranks
@@ -301,13 +305,17 @@ class ServingMachine(RuleBasedStateMachine):
 
     @action(
         lambda machine: is_unlucky(machine) and has_room(machine) and machine.added > 4,
-        rank=st.integers(0, 2),
+        rank=st.integers(0, 3),
         kind=st.sampled_from((JobKind.PARKED_LOAD, JobKind.PARKED_LOAD, JobKind.LOAD, JobKind.SAVE)),
         source=st.integers(0, 7),
     )
     def fail(self, rank: int, kind: JobKind, source: int) -> None:
         """A rank's next job of a kind fails, and a prompt comes again, which may well be that job's."""
-        self.rig.mailboxes[rank % self.rig.setup.ranks].failing.add(kind)
+        rank %= self.rig.setup.ranks
+        if kind is JobKind.SAVE:
+            # Of ranks that share a pool, the first one saves.
+            rank -= rank % self.rig.setup.replicas
+        self.rig.mailboxes[rank].failing.add(kind)
         self.rig.forget_cached()
         self.added += 1
         self._serve(f"r{self.added}", self.prompts[source % len(self.prompts)], 2)
@@ -414,6 +422,8 @@ class ServingMachine(RuleBasedStateMachine):
             STATISTICS.events["objects not written"] += counts.dropped_objects
             STATISTICS.events["writes to tiers"] += self.rig.tiers.written()
             STATISTICS.faults["requests fell to misses"] += counts.fell_requests
+        if self.rig.setup.replicas > 1:
+            STATISTICS.events["blocks loaded from a shared pool"] += stats.hit_tokens // BLOCK
         lives = self.rig.all_lives
         STATISTICS.faults.update(self.rig.faults)
         STATISTICS.steps += sum(self.rig.modes.values())

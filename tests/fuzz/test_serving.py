@@ -41,6 +41,7 @@ def test_whatever_clients_operators_and_bad_luck_do_no_byte_is_wrong_and_nothing
     seen = STATISTICS
     assert seen.steps > 2000
     assert min(seen.events[what] for what in ("blocks loaded", "chunks evicted", "preemptions")) > 0
+    assert seen.events["blocks loaded from a shared pool"] > 0
     assert min(seen.events[what] for what in ("blocks promoted", "writes to tiers")) > 0
     assert min(seen.events[f"steps in {mode}"] for mode in ("FULL", "PIECEWISE", "NONE", "no forward")) > 100
     assert min(seen.faults[what] for what in ("report late", "jobs given up")) > 0

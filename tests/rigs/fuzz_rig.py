@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
+import torch
 from vllm.v1.request import RequestStatus
 
 from layerstream.jobs import JobKind
 from layerstream.tiers.breaker import LONGEST_WAIT_S
 from tests.rigs.books import check_books, check_tiers_idle
-from tests.rigs.known_model import Life
+from tests.rigs.known_model import LANES, Life, kv_of
+from tests.rigs.scheduler_rig import BLOCK, LAYERS
 from tests.rigs.stepping_rig import SteppingRig
 
 PATIENCE = 600
@@ -53,6 +56,7 @@ class FuzzRig(SteppingRig):
             AssertionError: something is stuck, left over or wrong.
         """
         self.stalled = False
+        self.behind.clear()
         self.held_back.clear()
         for place in range(self.setup.tiers):
             self.tiers.mend(place)
@@ -157,6 +161,26 @@ class FuzzRig(SteppingRig):
         assert not any(recorder.undeclared for recorder in self.recorders)
         for life in self.all_lives:
             self._check_answer(life)
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        """Every block that would be a hit has the right bytes in the pool of every rank."""
+        index = self.coordinator._index
+        assert index is not None
+        known = {
+            hashed: (life, block) for life in self.all_lives for block, hashed in enumerate(life.request.block_hashes)
+        }
+        # In layers with a window a page may have no bytes: it had passed the block.
+        layers = [layer for layer in range(LAYERS) if self.windows[self.group_of(layer)] is None]
+        for chunk in index._heads.values():
+            for place, hashed in enumerate(chunk.hashes[: chunk.ready]):
+                life, block = known[hashed]
+                numbers = torch.tensor(life.numbers((block + 1) * BLOCK, ())[-BLOCK:])
+                page = chunk.slot * index.chunk_blocks + place
+                for (rank, engine), layer in itertools.product(enumerate(self.engines), layers):
+                    have = engine.pool.span(layer, page, 1).view(torch.int64).view(BLOCK, LANES)
+                    assert torch.equal(have[:, :-1], kv_of(numbers, layer)), f"rank {rank}: wrong bytes in page {page}"
+                    assert (have[:, -1] >= self.floor).all(), f"rank {rank}: page {page} is from before a reset"
 
     def _check_answer(self, life: Life) -> None:
         request = life.request

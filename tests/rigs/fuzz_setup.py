@@ -24,6 +24,8 @@ class Setup:
     seed: int = 0
     """Of the orders in which ranks run, and of drafts."""
     ranks: int = 1
+    replicas: int = 1
+    """So many consecutive ranks hold the same KV, and have one pool; a divisor of `ranks`."""
     blocks: int = 20
     """Of vLLM's pool."""
     slots: int = 8
@@ -72,7 +74,7 @@ class Setup:
         """What engines of this setup keep beneath their pools."""
         room = None
         if self.tier_objects is not None:
-            room = self.tier_objects * self.ranks * (self.chunk_blocks * PAGE_BYTES + HEADER_BYTES)
+            room = self.tier_objects * (self.ranks // self.replicas) * (self.chunk_blocks * PAGE_BYTES + HEADER_BYTES)
         return SteppedTiers(
             self.tiers,
             tails=self.tails,

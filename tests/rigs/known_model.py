@@ -115,4 +115,9 @@ class Span:
 
     def kv(self, layer: int) -> torch.Tensor:
         """The right KV of all positions below `stop`, without the epoch: `int64[stop, LANES - 1]`."""
-        return (self.numbers * LAYERS + layer)[:, None].expand(-1, LANES - 1)
+        return kv_of(self.numbers, layer)
+
+
+def kv_of(numbers: torch.Tensor, layer: int) -> torch.Tensor:
+    """The right KV of tokens with these numbers, without the epoch: `int64[len(numbers), LANES - 1]`."""
+    return (numbers * LAYERS + layer)[:, None].expand(-1, LANES - 1)

@@ -40,21 +40,19 @@ class LateSchedulerRig(SchedulerRig):
             options: of the connector.
             arguments: see `SchedulerRig`.
         """
-        self.devices: list[VirtualDevice] = []
+        made: list[VirtualDevice] = []
         self.wrong: list[str] = []
         """What attention read that it should not have."""
         self.parked_aborts = 0
         """Requests that were aborted while their load was under way."""
         self.stalled = False
         """Whether the ranks run nothing for the time being."""
-        self._adversaries: list[Adversary] = []
         self._dice = random.Random(seed)
 
         def on_virtual_device(device: torch.device) -> Any:
             _, pinner, kernels = open_device(device)
-            self.devices.append(VirtualDevice())
-            self._adversaries.append(Adversary(random.Random(self._dice.random())))
-            return self.devices[-1], pinner, kernels
+            made.append(VirtualDevice())
+            return made[-1], pinner, kernels
 
         def with_small_rings(name: str, **parts: Any) -> Any:
             return open_path(name, **{**parts, "staging_bytes": 2 * RING_BYTES})
@@ -65,6 +63,11 @@ class LateSchedulerRig(SchedulerRig):
             mock.patch("layerstream.pipeline.staged.PIECE_BYTES", RING_BYTES // 2),
         ):
             super().__init__(folder, options=options, **arguments)
+        # Ranks that share a pool are made at once, in any order.
+        engines = [cast(Any, engine.device) for engine in self.engines]
+        self.devices: list[VirtualDevice] = [getattr(device, "inner", device) for device in engines]
+        assert set(self.devices) == set(made)
+        self._adversaries = [Adversary(random.Random(self._dice.random())) for _ in self.devices]
         for device in self.devices:
             device.run()
 

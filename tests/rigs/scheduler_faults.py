@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
+from layerstream import shared_pool
 from layerstream.coordinator import Coordinator
 from layerstream.engine import StreamEngine
 from layerstream.fetches import Fetch
 from layerstream.flights import Flight, Flights
 from layerstream.hooks.vllm.scheduler import BlockPoolHolds
 from layerstream.index import Chunk, PrefixIndex
-from layerstream.jobs import JobKind, Report
+from layerstream.jobs import Job, JobKind, Report, TierJob
+from layerstream.ledger import Ledger
 from layerstream.lookups import Ticket
 from layerstream.tier_flights import TierFlights
+from layerstream.transfers import Transfer
 from tests.rigs.faults import at_once, early_report
 
 Plant = Callable[[pytest.MonkeyPatch], object]
@@ -228,24 +233,108 @@ def fetches_count_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fetch, "_fly", early)
 
 
+def _answers_for_the_first(*, tiers: bool) -> Plant:
+    """Law 2: a rank that leaves saves, or what tiers move, to another rank answers for that one too."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        elsewhere = Ledger.elsewhere
+
+        def generous(ledger: Ledger, jobs: Sequence[Job | TierJob]) -> None:
+            elsewhere(ledger, jobs)
+            for job in jobs:
+                if tiers and isinstance(job, TierJob):
+                    ledger._elsewhere.moved[job.job_id] = 2, len(job.objects)
+                elif not tiers and isinstance(job, Job):
+                    ledger._elsewhere.done[job.job_id] = 2
+
+        patch.setattr(Ledger, "elsewhere", generous)
+
+    return plant
+
+
+def replicas_outweigh_a_tier(patch: pytest.MonkeyPatch) -> None:
+    """Law 12: what a rank that leaves tiers to another one says of objects outweighs what that one has read."""
+    merge, answer = Report.merge, TierFlights.answer
+
+    def trusting(report: Report, other: Report) -> Report:
+        merged = merge(report, other)
+        for job, (ranks, _) in merged.moved.items():
+            said = [its.moved[job][1] for its in (report, other) if job in its.moved]
+            merged.moved[job] = ranks, max(said)
+        return merged
+
+    def most(flights: TierFlights, moved: Mapping[int, tuple[int, int]]) -> None:
+        best = {}
+        for job, (ranks, objects) in moved.items():
+            flight = flights._flights.get(job)
+            before = flight.fewest if flight is not None and flight.answers else 0
+            best[job] = ranks, max(objects, before)
+            if flight is not None:
+                flight.fewest = max(objects, before)
+        answer(flights, best)
+
+    patch.setattr(Report, "merge", trusting)
+    patch.setattr(TierFlights, "answer", most)
+
+
+def replicas_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Law 3: a rank that reads another's pool says that its loads have ended when they are queued, so that their pages
+    may be written again."""
+    poll = StreamEngine.poll
+    kept: list[Transfer] = []
+
+    def hasty(engine: StreamEngine) -> Report | None:
+        if not engine.writes:
+            flying = engine._ledger._in_flight
+            # Their queued work uses what they own.
+            kept.extend(flying)
+            engine._ledger.elsewhere([job for transfer in flying for job in transfer.jobs])
+            flying.clear()
+        return poll(engine)
+
+    patch.setattr(StreamEngine, "poll", hasty)
+
+
+def replicas_open_memory_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """A rank that is to read another's pool has one that nobody writes."""
+    join = shared_pool._join
+
+    def alone(offers: Sequence[Any], mine: int, *, writes: bool) -> shared_pool.PoolShare | None:
+        share = join(offers, mine, writes=writes)
+        return replace(share, file=os.dup(mine)) if share is not None and not writes else share
+
+    patch.setattr(shared_pool, "_join", alone)
+
+
 PARKED = {**NO_TIERS, "load_mode": "parked"}
 TIERS = {"tiers": 1, "slots": 4, "tier_objects": None, "admission": "all"}
+TWO_RANKS = {"ranks": 2, "replicas": 1}
+REPLICAS = {**NO_TIERS, "ranks": 2, "replicas": 2}
 FAULTS: dict[str, Fault] = {
     "dropped pin": Fault(no_pins),
     "dropped hold": Fault(no_holds, {**PARKED, "recompute": False}, unlucky=True),
     "early publish": Fault(_early_save),
-    "one rank is enough": Fault(one_rank_is_enough, {**NO_TIERS, "ranks": 2}),
+    "one rank is enough": Fault(one_rank_is_enough, {**NO_TIERS, **TWO_RANKS}),
     "off-by-one hit": Fault(last_block_hits),
     "off-by-one page": Fault(pages_are_one_off),
     "early released slot": Fault(slots_of_the_dead_are_free),
     "gate skipped": Fault(a_gate_is_skipped),
-    "report counted twice": Fault(reports_count_twice, {**NO_TIERS, "ranks": 2}),
+    "report counted twice": Fault(reports_count_twice, {**NO_TIERS, **TWO_RANKS}),
     "finish forgets a flight": Fault(finish_forgets_a_flight),
     "saves run ahead": Fault(saves_run_ahead),
     "reset keeps what is in flight": Fault(a_reset_waits_for_nobody),
     "failures are ignored": Fault(failures_are_ignored, PARKED, unlucky=True),
     "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
-    "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, "ranks": 2}),
+    "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, **TWO_RANKS}),
     "early fetch": Fault(fetches_count_early, TIERS),
     "ticket kept": Fault(tickets_are_kept, TIERS),
+    "replica answers for saves": Fault(_answers_for_the_first(tiers=False), REPLICAS),
+    "replica answers for tiers": Fault(_answers_for_the_first(tiers=True), {**REPLICAS, **TIERS}),
+    "replica outweighs a tier": Fault(
+        replicas_outweigh_a_tier, {**REPLICAS, **TIERS, "windows": (None,)}, unlucky=True
+    ),
+    "replica not waited for": Fault(
+        replicas_are_not_waited_for, {**REPLICAS, "slots": 2, "windows": (None,), "load_mode": "layerwise"}
+    ),
+    "replica's pool is its own": Fault(replicas_open_memory_of_their_own, REPLICAS),
 }

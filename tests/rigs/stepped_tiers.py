@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -48,21 +49,12 @@ class _NoThread:
         return False
 
 
-@contextmanager
-def _no_threads(module: str) -> Iterator[None]:
-    with (
-        mock.patch(f"{module}.threading.Thread", _NoThread),
-        mock.patch(f"{module}.threading.Condition", _NeverWaits),
-    ):
-        yield
+_NO_THREADS = SimpleNamespace(Thread=_NoThread, Condition=_NeverWaits)
+"""What `threading` is to clients and lanes."""
 
 
 class SteppedAsker(Asker):
     """As `Asker`; `run_one` does what its thread would do next."""
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        with _no_threads("layerstream.tiers.asker"):
-            super().__init__(*arguments, **more)
 
     def run_one(self) -> bool:
         """Whether there was anything to do."""
@@ -79,10 +71,6 @@ class SteppedAsker(Asker):
 
 class SteppedLane(Lane):
     """As `Lane`; `run_one` does what one of its threads would do next."""
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        with _no_threads("layerstream.tiers.lanes"):
-            super().__init__(*arguments, **more)
 
     def run_one(self) -> bool:
         """Whether there was anything to do."""
@@ -147,6 +135,8 @@ class SteppedTiers:
         with ExitStack() as stack:
             stack.enter_context(installed(named))
             for name, value in (
+                ("layerstream.tiers.asker.threading", _NO_THREADS),
+                ("layerstream.tiers.lanes.threading", _NO_THREADS),
                 ("layerstream.tiers.client.Asker", SteppedAsker),
                 ("layerstream.tiers.mover.Lane", SteppedLane),
                 ("layerstream.tiers.mover.TierMover", partial(TierMover, clock=clock)),

@@ -70,6 +70,8 @@ class SteppingRig(LateSchedulerRig):
         self.lives: dict[str, Life] = {}
         self.dead = False
         """Whether the engine has stopped, as it must when a load fails that its step has used."""
+        self.behind: set[int] = set()
+        """Ranks that run nothing for the time being, while others may."""
         self.all_lives: list[Life] = []
         self._pending: deque[Step] = deque()
         self._draft_dice = random.Random(-1 - setup.seed)
@@ -89,6 +91,7 @@ class SteppingRig(LateSchedulerRig):
                 num_blocks=setup.blocks,
                 step_tokens=setup.step_tokens,
                 ranks=setup.ranks,
+                replicas=setup.replicas,
                 prefix_caching=setup.prefix_caching,
                 windows=setup.windows,
             )
@@ -151,9 +154,13 @@ class SteppingRig(LateSchedulerRig):
         tiering = self.coordinator.tiering
         if tiering is not None:
             self.tiers.run_clients(tiering.clients, all_of_it=all_of_it)
-        for engine in self.engines:
-            if engine.mover is not None and not self.stalled:
+        for rank, engine in enumerate(self.engines):
+            if engine.mover is not None and not (self.stalled or rank in self.behind):
                 self.tiers.run_mover(engine.mover, all_of_it=all_of_it)
+
+    def _run_some(self, rank: int) -> None:
+        if rank not in self.behind:
+            super()._run_some(rank)
 
     def _span_of(self, name: str, output: SchedulerOutput) -> Span:
         life, scheduled = self.lives[name], output.num_scheduled_tokens[name]
