@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.late_engine import Gate
 from tests.rigs.serving_engine import BLOCK, TOLERANCE, ServingEngine, difference, prompt, whole_blocks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_is_left")]
 
 DRAFT = 3
 
@@ -41,15 +41,6 @@ def engine(tiny_llama: Path) -> Iterator[ServingEngine]:
     )
     yield engine
     engine.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(engine: ServingEngine) -> Iterator[None]:
-    engine.settled()
-    engine.forget(connector=True)
-    engine.loads()
-    yield
-    assert engine.closed or engine.settled() == engine.idle
 
 
 def drafted(engine: ServingEngine) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from tests.rigs.serving_engine import (
     whole_blocks,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_is_left")]
 
 STEP_TOKENS = 2 * BLOCK
 
@@ -51,15 +51,6 @@ def engine(tiny_llama: Path) -> Iterator[ServingEngine]:
     )
     yield engine
     engine.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(engine: ServingEngine) -> Iterator[None]:
-    engine.settled()
-    engine.forget(connector=True)
-    engine.loads()
-    yield
-    assert engine.settled() == engine.idle
 
 
 def warm_equals_local(engine: ServingEngine, ask: Any) -> list[Served]:

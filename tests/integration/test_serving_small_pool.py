@@ -26,7 +26,7 @@ from tests.rigs.serving_engine import (
     whole_blocks,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_is_left")]
 
 BLOCKS = 33
 """One of them is vLLM's own."""
@@ -55,16 +55,6 @@ def engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Serving
     )
     yield engine
     engine.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(engine: ServingEngine) -> Iterator[None]:
-    engine.settled()
-    engine.forget(connector=True)
-    engine.loads()
-    engine.preemptions()
-    yield
-    assert engine.settled() == engine.idle
 
 
 def alone(engine: ServingEngine, prompts: Sequence[Sequence[int]], *, tokens: Sequence[int]) -> list[Served]:
