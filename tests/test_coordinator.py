@@ -1,54 +1,18 @@
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Sequence
 
 import pytest
 
 from layerstream.coordinator import Coordinator, Outcome
 from layerstream.errors import PoolError, TransferError
 from layerstream.jobs import Job, JobKind, Report
+from tests.rigs.block_holds import BlockHolds
+from tests.rigs.tiering_rig import Clock, chain
 
 B = 16
-
-
-def chain(blocks: Iterable[object]) -> list[bytes]:
-    hashes = [b"start"]
-    for block in blocks:
-        hashes.append(hashlib.sha256(hashes[-1] + repr(block).encode()).digest())
-    return hashes[1:]
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Holds:
-    """Reference counts of the engine's block pool."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        self.counts.update(block_ids)
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        self.counts.subtract(block_ids)
-        assert min(self.counts.values()) >= 0
-
-    @property
-    def held(self) -> set[int]:
-        return set(+self.counts)
 
 
 class Rig:
@@ -57,7 +21,7 @@ class Rig:
     def __init__(
         self, slots: int = 64, *, chunk_blocks: int = 4, world: int = 1, parked: bool = False, save_decode: bool = True
     ) -> None:
-        self.clock, self.holds, self.world = Clock(), Holds(), world
+        self.clock, self.holds, self.world = Clock(0.0), BlockHolds(), world
         self.coordinator = Coordinator(
             chunk_blocks=chunk_blocks,
             block_tokens=B,

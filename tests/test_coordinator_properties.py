@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -18,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from layerstream.coordinator import Coordinator, Outcome
 from layerstream.jobs import Job, JobKind, Report
+from tests.rigs.block_holds import BlockHolds
+from tests.rigs.tiering_rig import Clock, chain
 
 B, CHUNK, SLOTS, RANKS = 4, 3, 5, (0, 1)
 
@@ -25,33 +25,6 @@ Content = tuple[int, bytes]
 """What a block's bytes are: the epoch of the weights that made them, and the hash of the prefix they stand for."""
 
 TORN: Content = (-1, b"")
-
-
-def chain(blocks: Iterable[object]) -> list[bytes]:
-    hashes = [b"start"]
-    for block in blocks:
-        hashes.append(hashlib.sha256(hashes[-1] + repr(block).encode()).digest())
-    return hashes[1:]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Holds:
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        self.counts.update(block_ids)
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        self.counts.subtract(block_ids)
-        assert min(self.counts.values()) >= 0, "released more often than held"
 
 
 def _tables(life: Life) -> list[list[int]]:
@@ -97,7 +70,7 @@ class Gated(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock, self.holds = Clock(), Holds()
+        self.clock, self.holds = Clock(), BlockHolds()
         self.coordinator = Coordinator(
             chunk_blocks=CHUNK,
             block_tokens=B,

@@ -33,8 +33,8 @@ def chain(blocks: Iterable[object]) -> list[bytes]:
 class Clock:
     """Seconds that pass when told to."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
