@@ -36,10 +36,11 @@ def serve_twice(rig: SchedulerRig, fail_next_load: Callable[[], object], how: st
 @pytest.mark.parametrize("how", SHARES)
 def test_whoever_shares_a_load_that_failed_reads_right_bytes(make_rig: Callable[..., SchedulerRig], how: str) -> None:
     rig = make_rig(options={"load_mode": "parked"})
-    failures = []
+    failures: list[None] = []
 
     def fail_next_load() -> None:
         engine = rig.workers[0].worker.engine
+        assert engine is not None
         path: Any = engine._paths.load(6)
 
         def broken(*_: Any, **__: Any) -> None:
