@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from layerstream.decisions import Decision, LoadCase, LoadMode
 from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
 from layerstream.index import PrefixIndex, Span, joined_runs
@@ -22,11 +23,22 @@ from layerstream.ready_slots import ReadySlots
 from layerstream.tiering import Tiering
 
 if TYPE_CHECKING:
+    from layerstream.decisions import Chooser
     from layerstream.tiers.client import TierClient
 
 logger = logging.getLogger(__name__)
 
 _NEVER = sys.maxsize
+NOTHING = Decision(
+    tokens=0,
+    mode=LoadMode.LAYERWISE,
+    release_after_layer=None,
+    reason="fixed",
+    load_s=None,
+    recompute_s=None,
+    stall_s=None,
+)
+"""Where there is nothing to decide."""
 
 
 class BlockHolds(Protocol):
@@ -41,10 +53,10 @@ class BlockHolds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Parked requests whose load has ended. Over all outcomes, each parked load is named once."""
+    """Parked requests whose load has ended or was released. Over all outcomes, each parked load is named once."""
 
     received: tuple[str, ...] = ()
-    """Requests whose bytes are in place on every rank."""
+    """Requests whose bytes are in place on every rank, or whose load was released on all of them."""
     failed: tuple[str, ...] = ()
     """Requests whose bytes are not: a rank gave up, or the report did not come by the deadline."""
 
@@ -75,7 +87,7 @@ class Coordinator:
         chunk_blocks: most blocks in one chunk.
         block_tokens: tokens in one block, as the scheduler counts them.
         world_size: ranks that must answer for a job before it counts.
-        parked: loads park their request until they are done, instead of gating its first step layer by layer.
+        chooser: decides how much of each hit is loaded, and whether the request is parked for it.
         save_decode: whether blocks that decoding fills are saved too, or only those of the prompt.
         holds: keeps the destination blocks of parked loads.
         clock: seconds, monotonic.
@@ -89,17 +101,16 @@ class Coordinator:
         chunk_blocks: int,
         block_tokens: int,
         world_size: int,
-        parked: bool,
+        chooser: Chooser,
         save_decode: bool,
         holds: BlockHolds,
         clock: Callable[[], float] = time.monotonic,
         job_deadline_s: float = 60.0,
         tenant_share: float | None = None,
     ) -> None:
-        self.parked = parked
-        """Whether a request that loads is to be parked until it is named in an outcome."""
         self.epoch = 0
         """Number of resets so far."""
+        self._chooser = chooser
         self._chunk_blocks = chunk_blocks
         self._block_tokens = block_tokens
         self._save_decode = save_decode
@@ -110,6 +121,13 @@ class Coordinator:
         self._index: PrefixIndex | None = None
         self._slots: ReadySlots | None = None
         self._backlog_blocks = sys.maxsize
+        self._layers, self._block_bytes = 1, 0
+        self._running = 0
+        self._step_s: float | None = None
+        self._queued_bytes = 0
+        """Of loads that not every rank has ended."""
+        self._decisions: dict[str, Decision] = {}
+        """The last answer of `match` about requests that were not admitted since."""
         self._requests: dict[str, _Request] = {}
         self._arriving: dict[bytes, int] = {}
         """First hash of each parked load in flight -> its job."""
@@ -167,7 +185,13 @@ class Coordinator:
                     request.due = self._due(request)
 
     def set_slots(
-        self, slots: int, *, ready: Mapping[int, int] | None = None, backlog_blocks: int = sys.maxsize
+        self,
+        slots: int,
+        *,
+        ready: Mapping[int, int] | None = None,
+        backlog_blocks: int = sys.maxsize,
+        layers: int = 1,
+        block_bytes: int = 0,
     ) -> None:
         """Set the size of the host pool: the smallest of the ranks' slot counts. Until then nothing hits or is saved.
 
@@ -175,6 +199,8 @@ class Coordinator:
             slots: chunks the pool holds on every rank once all of it is ready.
             ready: every rank -> slots of its pool that may be used so far; reports tell of more. None if all may be.
             backlog_blocks: most blocks that one step saves of a request beside those it computes itself.
+            layers: of the rank that has most.
+            block_bytes: bytes of one block over all layers, on the rank that has most.
 
         Raises:
             PoolError: `slots` is below 1 or differs from what was set before, or `ready` does not name every rank.
@@ -191,6 +217,7 @@ class Coordinator:
                 "engine"
             )
         self._backlog_blocks = backlog_blocks
+        self._layers, self._block_bytes = layers, block_bytes
         self._grow(ready or {})
 
     def _grow(self, ready: Mapping[int, int]) -> None:
@@ -229,6 +256,15 @@ class Coordinator:
             writes=writes,
         )
 
+    def stepped(self, running: int, step_s: float | None = None) -> None:
+        """Say how busy the engine is, for decisions.
+
+        Args:
+            running: requests that the step being planned computes tokens of.
+            step_s: typical seconds of a step; None if unknown.
+        """
+        self._running, self._step_s = running, step_s
+
     def match(
         self,
         request_id: str,
@@ -237,9 +273,9 @@ class Coordinator:
         local_tokens: int,
         *,
         tenant: str | None = None,
-    ) -> int | None:
-        """Tokens that can be loaded beyond the engine's own hit. May be asked any number of times; changes nothing but
-        that tiers bring what the pool lacks. Never blocks.
+    ) -> Decision | None:
+        """What is to be loaded beyond the engine's own hit, and how. May be asked any number of times; changes nothing
+        but that tiers bring what the pool lacks, and that the last answer is what `admit` goes by. Never blocks.
 
         Args:
             request_id: the request, which need not be known yet.
@@ -249,11 +285,12 @@ class Coordinator:
             tenant: whose share of the pool counts.
 
         Returns:
-            A multiple of the block size. None: ask again later, another parked load, or a tier, is bringing the next
-            block.
+            A decision, whose tokens are 0 where there is nothing to load. None: ask again later, another parked load,
+            or a tier, is bringing the next block.
         """
+        self._decisions.pop(request_id, None)
         if self._index is None:
-            return 0
+            return NOTHING
         local = local_tokens // self._block_tokens
         limit = (num_tokens - 1) // self._block_tokens
         found = self._index.match(hashes, limit)
@@ -262,10 +299,25 @@ class Coordinator:
         ):
             return None
         if found <= local:
-            return 0
+            return NOTHING
         if hashes[local] in self._arriving:
             return None
-        return (found - local) * self._block_tokens
+        decision = self._chooser.choose(
+            LoadCase(
+                num_tokens=num_tokens,
+                local_tokens=local_tokens,
+                found_tokens=(found - local) * self._block_tokens,
+                block_tokens=self._block_tokens,
+                block_bytes=self._block_bytes,
+                layers=self._layers,
+                queued_bytes=self._queued_bytes,
+                running=self._running,
+                step_s=self._step_s,
+            )
+        )
+        if decision.tokens:
+            self._decisions[request_id] = decision
+        return decision
 
     def admit(
         self,
@@ -290,12 +342,14 @@ class Coordinator:
                 tokens; may be longer than needed here.
             num_tokens: its tokens.
             local_tokens: the engine's own hit, a multiple of the block size.
-            external_tokens: tokens to load from there on: at most what `match` said, 0 for none.
+            external_tokens: tokens to load from there on: at most what `match` said last, 0 for none. They are loaded
+                in the way it said.
             num_prompt_tokens: its tokens that are prompt.
             tenant: whose share of the pool its blocks count for.
 
         Raises:
-            TransferError: the blocks to load are not in the host pool, or too few block ids were given.
+            TransferError: the blocks to load are not in the host pool, or too few block ids were given, or `match` was
+                not asked before.
         """
         request = self._requests.get(request_id)
         first = request is None
@@ -310,9 +364,10 @@ class Coordinator:
         request.parked_in = None
         local = local_tokens // self._block_tokens
         stop = (local_tokens + external_tokens) // self._block_tokens
+        decision = self._decisions.pop(request_id, None)
         if external_tokens > 0:
-            self._load(request_id, hashes, tables, local, stop)
-            request.parked_in = self.epoch if self.parked else None
+            self._load(request_id, hashes, tables, local, stop, decision)
+            request.parked_in = self.epoch if decision is not None and decision.mode is LoadMode.PARKED else None
         if first:
             self._stats.queried_tokens += max(0, num_tokens - local_tokens)
             self._stats.hit_tokens += external_tokens
@@ -375,28 +430,35 @@ class Coordinator:
             if self.tiering is not None:
                 self.tiering.demotions.saving(job_id, request_id, hashes, start, room)
 
-    def plan(self) -> StepPlan | None:
-        """The jobs made since the last plan, for the ranks; None if there are none. Also gives up overdue jobs."""
+    def plan(self, *, forward: bool = True) -> StepPlan | None:
+        """The jobs made since the last plan, for the ranks, and the loads that were released and go on; None if there
+        are none. Also gives up overdue jobs.
+
+        Args:
+            forward: whether the step runs the model; a step that does not reads no blocks, and waits for no load.
+        """
         self.expire()
         jobs = self._flights.depart()
         tier_jobs = self.tiering.depart() if self.tiering is not None else ()
-        if not (jobs or tier_jobs):
+        released = self._flights.released if forward else ()
+        if not (jobs or tier_jobs or released):
             return None
         self._last_step += 1
-        return StepPlan(step=self._last_step, jobs=jobs, tier_jobs=tier_jobs)
+        return StepPlan(step=self._last_step, jobs=jobs, tier_jobs=tier_jobs, released=released)
 
     def expire(self) -> None:
         """Give up jobs that were not answered for by their deadline.
 
-        A save is never published, a parked load has failed. What a rank may still touch (slots, pins, held blocks)
-        stays out of use until every rank has answered after all.
+        A save is never published, a parked load has failed unless it was released: steps go on waiting for it, as for
+        a load that is not parked. What a rank may still touch (slots, pins, held blocks) stays out of use until every
+        rank has answered after all.
         """
         for flight in self._flights.expire():
             job = flight.job
             self._stats.expired_jobs += 1
             if job.kind is JobKind.SAVE:
                 self._pool().abandon(flight.spans)
-            elif job.kind is JobKind.PARKED_LOAD:
+            elif job.kind is JobKind.PARKED_LOAD and not flight.released:
                 self._landed(flight)
                 self._failed.append(job.request_id)
             logger.error(
@@ -407,13 +469,15 @@ class Coordinator:
             )  # fmt: skip
 
     def report(self, report: Report) -> Outcome:
-        """Count what ranks say happened. A job has ended once all of them answered, and failed if one of them failed.
-        The pool grows to what all ranks have ready.
+        """Count what ranks say happened. A job has ended once all of them answered, and failed if one of them failed. A
+        parked load is released once all of them released it; what it keeps from being reused it keeps until it has
+        ended. The pool grows to what all ranks have ready.
 
         Answers for jobs that have ended already are ignored.
 
         Raises:
-            TransferError: a load that its request's step did not wait for failed; every other job was dealt with.
+            TransferError: a load failed that its request did not wait for, or not any more; every other job was dealt
+                with.
         """
         self._grow(report.ready_slots)
         if self.tiering is not None:
@@ -421,8 +485,11 @@ class Coordinator:
         broken: list[str] = []
         for flight in self._flights.answer(report):
             self._end(flight)
-            if flight.failed and flight.job.kind is JobKind.LOAD:
+            if flight.failed and (flight.job.kind is JobKind.LOAD or flight.released):
                 broken.append(flight.job.request_id)
+        for flight in self._flights.release(report):
+            self._landed(flight)
+            self._received.append(flight.job.request_id)
         if broken:
             raise TransferError(
                 f"KV blocks of request(s) {', '.join(broken)} could not be loaded after their step had been scheduled; "
@@ -446,6 +513,7 @@ class Coordinator:
     def finish(self, request_id: str) -> None:
         """Forget a request, known or not. Its jobs go on, and its parked load is still named in an outcome."""
         self._requests.pop(request_id, None)
+        self._decisions.pop(request_id, None)
         if self.tiering is not None:
             self.tiering.finished(request_id)
 
@@ -484,7 +552,13 @@ class Coordinator:
         return self._index
 
     def _load(
-        self, request_id: str, hashes: Sequence[bytes], tables: Sequence[Sequence[int]], start: int, stop: int
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tables: Sequence[Sequence[int]],
+        start: int,
+        stop: int,
+        decision: Decision | None,
     ) -> None:
         spans = self._index.locate(hashes, start, stop) if self._index is not None else None
         given = min(map(len, tables))
@@ -498,10 +572,24 @@ class Coordinator:
                 f"request {request_id} is to load its blocks {start} to {stop - 1}, and not all of them are in the "
                 "host pool; only what the last match said may be loaded"
             )
+        if decision is None:
+            raise TransferError(
+                f"request {request_id} is to load its blocks {start} to {stop - 1}, and nothing was decided about "
+                "them; match must be asked before a request is admitted"
+            )
         self._pool().pin(spans)
         ids = [table[start:stop] for table in tables]
-        if self.parked:
-            self._arriving[hashes[start]] = self._send(JobKind.PARKED_LOAD, request_id, ids, spans, hashes[start])
+        self._queued_bytes += (stop - start) * self._block_bytes
+        if decision.mode is LoadMode.PARKED:
+            layer = decision.release_after_layer
+            self._arriving[hashes[start]] = self._send(
+                JobKind.PARKED_LOAD,
+                request_id,
+                ids,
+                spans,
+                wanted=hashes[start],
+                release_after=None if layer is None else (layer + 1, self._layers),
+            )
         else:
             self._send(JobKind.LOAD, request_id, ids, spans)
 
@@ -511,18 +599,20 @@ class Coordinator:
         request_id: str,
         ids: Sequence[Sequence[int]],
         spans: list[Span],
+        *,
         wanted: bytes | None = None,
+        release_after: tuple[int, int] | None = None,
     ) -> int:
         """Make a job of blocks that pair with the spans' pages, those that a window has passed left out."""
         runs = self._pool().runs(spans)
         groups = [_without_passed(blocks, runs) for blocks in ids]
-        job = self._flights.add(kind, request_id, groups, spans=spans, wanted=wanted)
+        job = self._flights.add(kind, request_id, groups, spans=spans, wanted=wanted, release_after=release_after)
         if kind is JobKind.PARKED_LOAD:
             self._holds.hold(job.all_block_ids)
         return job.job_id
 
     def _landed(self, flight: Flight) -> None:
-        """A parked load has ended or was given up: requests that waited for its blocks need not any more."""
+        """A parked load has ended, was released or given up: requests that waited for its blocks need not any more."""
         if flight.wanted is not None and self._arriving.get(flight.wanted) == flight.job.job_id:
             del self._arriving[flight.wanted]
 
@@ -544,9 +634,10 @@ class Coordinator:
                 self.tiering.demotions.save_ended(job.job_id)
             return
         pool.unpin(flight.spans)
+        self._queued_bytes -= sum(span.hi - span.lo for span in flight.spans) * self._block_bytes
         if job.kind is JobKind.PARKED_LOAD:
             self._holds.release(job.all_block_ids)
-            if not flight.overdue:
+            if not (flight.overdue or flight.released):
                 self._landed(flight)
                 (self._failed if flight.failed else self._received).append(job.request_id)
 

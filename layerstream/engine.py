@@ -103,12 +103,16 @@ class StreamEngine:
         self._plan: StepPlan | None = None
         self._gated: Transfer | None = None
         self._parked: list[Transfer] = []
+        self._released: list[Transfer] = []
+        """Parked loads of earlier steps that this step's forward waits for."""
         self._save: Transfer | None = None
         # A layer counts as hooked once its hook ran in a step whose hooks ran; until then its load is waited for
         # before the forward.
         self._hooked = bytearray(self._layers)
         self._ran = bytearray(self._layers)
         self._layerwise = False
+        self._started = False
+        """Whether this step's loads were started."""
         self._ledger = Ledger(device=device, pool=pool, layers=names, trace_dir=trace_dir, rank=rank)
 
     def begin_step(self, plan: StepPlan | None) -> None:
@@ -131,9 +135,12 @@ class StreamEngine:
             self._move_objects(plan.tier_jobs)
         if self.sanitizer is not None:
             self.sanitizer.begin_step(plan.model)
-        if not plan.jobs and self.sanitizer is None:
+        if not (plan.jobs or plan.released) and self.sanitizer is None:
             return
         self._plan = plan
+        self._started = False
+        # What has ended here is waited for by other ranks, if by any.
+        self._released = self._ledger.parked(plan.released) if plan.released else []
         self._ranges.begin_step(plan.step)
         batches = self._batches(plan.jobs)
         if not batches:
@@ -191,16 +198,24 @@ class StreamEngine:
         return max(1, min(-(-self._group_bytes // max(1, layer_bytes)), self._layers // 4))
 
     def start_loads(self, *, layerwise: bool, in_graph: bool = False) -> None:
-        """Queue the step's loads, once a step. What neither hooks nor a graph will gate, the compute stream waits for
-        right here.
+        """Queue the step's loads, once a step. What neither hooks nor a graph will gate, of them and of released loads,
+        the compute stream waits for right here.
 
         Args:
             layerwise: this step's hooks will run.
             in_graph: this step replays a graph in which waits were captured.
         """
+        started, self._started = self._started, True
+        if any(transfer.submitted is None for transfer in [*filter(None, (self._gated,)), *self._parked]):
+            self._layerwise = layerwise
+            self._submit_loads(layerwise=layerwise, in_graph=in_graph)
+        if self._released and not started:
+            self._layerwise = layerwise
+            for load in self._released:
+                self._pass_gates(load, self._unhooked(layerwise))
+
+    def _submit_loads(self, *, layerwise: bool, in_graph: bool) -> None:
         gated, parked = self._gated, self._parked
-        if all(transfer.submitted is not None for transfer in [*filter(None, (gated,)), *parked]):
-            return
         compute = self.device.compute()
         armed = in_graph and gated is not None and self._arm(gated, compute)
         table = None
@@ -214,14 +229,17 @@ class StreamEngine:
                 self._submit_graph(self._graph_load, gated, table, submitted)
             else:
                 self._queue_load(gated, len(gated.groups) if armed or self._whole_ahead else GROUPS_AHEAD)
-        self._layerwise = layerwise
         if gated is not None and not armed:
-            self._pass_gates(gated, (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer])))
+            self._pass_gates(gated, self._unhooked(layerwise))
         for transfer in parked:
             transfer.submitted = submitted
             # One queued between the layers of a gated load would hold up the forward: it waits for their last.
             if gated is None or len(gated.part_of) == self._layers:
                 self._queue_parked(transfer)
+
+    def _unhooked(self, layerwise: bool) -> Iterator[int]:
+        """Layers that no hook of this step can be relied on to wait for."""
+        return (layer for layer in range(self._layers) if not (layerwise and self._hooked[layer]))
 
     def _queue_parked(self, load: Transfer) -> None:
         try:
@@ -305,6 +323,15 @@ class StreamEngine:
                 self._ranges.pop()
             part.gate = (arrived, passed)
 
+    def _pass_released(self, layers: Sequence[int]) -> None:
+        if not self._started:
+            raise TransferError(
+                f"the forward began before the loads of requests {', '.join(self._released[0].requests)}, which other "
+                "requests may read by now, were waited for; the caller must start loads first (has_sync_kv_loads)"
+            )
+        for load in self._released:
+            self._pass_gates(load, layers)
+
     def wait_layer(self, layer: int) -> None:
         """The model is about to read layer `layer`: keep the compute stream behind its load. Idempotent in a step.
 
@@ -316,6 +343,8 @@ class StreamEngine:
             self.sanitizer.wrote(layer)
         if self._gated is not None:
             self._pass_gates(self._gated, (layer,))
+        if self._released:
+            self._pass_released((layer,))
         if self.sanitizer is not None:
             self.sanitizer.read(layer)
 
@@ -370,16 +399,17 @@ class StreamEngine:
         plan, self._plan = self._plan, None
         gated, save = self._gated, self._save
         compute = self.device.compute()
-        if gated is not None:
-            if gated.in_graph and self.in_graph is not None:
-                self.in_graph.end_step(compute)
-            if self._layerwise and any(self._hooked) and not any(self._ran):
-                raise TransferError(
-                    f"step {plan.step} loaded KV of requests {', '.join(gated.requests)} layer by layer, and no layer "
-                    "hook ran; start the engine with require_piecewise: true"
-                )
-            # Layers that did not run in this step are read by later ones.
-            self._pass_gates(gated, range(self._layers))
+        waited = [*filter(None, (gated,)), *self._released]
+        if gated is not None and gated.in_graph and self.in_graph is not None:
+            self.in_graph.end_step(compute)
+        if waited and self._layerwise and any(self._hooked) and not any(self._ran):
+            raise TransferError(
+                f"step {plan.step} waited for KV of requests {', '.join(waited[0].requests)} layer by layer, and no "
+                "layer hook ran; start the engine with require_piecewise: true"
+            )
+        # Layers that did not run in this step are read by later ones.
+        for load in waited:
+            self._pass_gates(load, range(self._layers))
         if self.sanitizer is not None:
             self.sanitizer.end_step()
         if any(transfer.submitted is None for transfer in self._parked):
@@ -395,7 +425,7 @@ class StreamEngine:
             gated.closed = self.device.event()
             compute.record(gated.closed)
             ended.append(gated)
-        self._gated, self._parked, self._save = None, [], None
+        self._gated, self._parked, self._released, self._save = None, [], [], None
         self._ledger.add(ended)
         self._ranges.end_step()
         if self.verifier is not None:

@@ -21,6 +21,10 @@ class Flight:
     deadline: float = float("inf")
     """On the log's clock; set when the job leaves for the ranks."""
     answers: int = 0
+    releases: int = 0
+    """Ranks that have reported a parked load released."""
+    released: bool = False
+    """Whether all have, so that its request was named: anyone may read its blocks from then on."""
     failed: bool = False
     """Whether a rank gave up, or the blocks turned out to be worth nothing."""
     overdue: bool = False
@@ -42,6 +46,7 @@ class Flights:
         self._clock = clock
         self._due: dict[int, Flight] = {}
         self._overdue: dict[int, Flight] = {}
+        self._released: dict[int, Flight] = {}
         self._outbox: list[Flight] = []
         self._last_job = 0
 
@@ -58,6 +63,11 @@ class Flights:
         """Whether a job was given up and not every rank has answered for it yet: some rank may hang."""
         return bool(self._overdue)
 
+    @property
+    def released(self) -> tuple[int, ...]:
+        """Jobs that were released and that not every rank has ended, given up or not."""
+        return tuple(self._released)
+
     def add(
         self,
         kind: JobKind,
@@ -66,6 +76,7 @@ class Flights:
         *,
         spans: list[Span],
         wanted: bytes | None = None,
+        release_after: tuple[int, int] | None = None,
     ) -> Job:
         """Make a job and put it into the outbox. Numbers start at 1 and never come again.
 
@@ -75,6 +86,7 @@ class Flights:
             groups: what is moved of each KV cache group.
             spans: what it reads or writes in the host pool.
             wanted: parked loads: hash of the first block they bring.
+            release_after: see `Job.release_after`.
         """
         self._last_job += 1
         job = Job(
@@ -84,6 +96,7 @@ class Flights:
             block_ids=groups[0].block_ids,
             pool_runs=groups[0].pool_runs,
             others=tuple(groups[1:]),
+            release_after=release_after,
         )
         self._due[job.job_id] = flight = Flight(job=job, spans=spans, wanted=wanted)
         self._outbox.append(flight)
@@ -125,5 +138,21 @@ class Flights:
                 flight.answers += ranks
                 if flight.answers >= self.world_size:
                     (self._overdue if flight.overdue else self._due).pop(job_id)
+                    self._released.pop(job_id, None)
                     ended.append(flight)
         return ended
+
+    def release(self, report: Report) -> list[Flight]:
+        """Count the ranks' releases, once `answer` has counted what ended and failed; returns the jobs that are
+        released with this report. Never one that failed on a rank or was given up."""
+        released: list[Flight] = []
+        for job_id, ranks in report.released.items():
+            flight = self._due.get(job_id)
+            if flight is None or flight.released:
+                continue
+            flight.releases += ranks
+            if flight.releases >= self.world_size and not flight.failed:
+                flight.released = True
+                self._released[job_id] = flight
+                released.append(flight)
+        return released

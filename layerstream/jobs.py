@@ -18,7 +18,7 @@ class JobKind(enum.IntEnum):
     LOAD = 1
     """Host pool to KV cache, layer by layer, gated: the same step's attention waits for each layer."""
     PARKED_LOAD = 2
-    """Host pool to KV cache for a request that is not scheduled until every rank reported the job done."""
+    """Host pool to KV cache for a request that is not scheduled until every rank reported the job done, or released."""
     SAVE = 3
     """KV cache to host pool."""
     PROMOTE = 4
@@ -55,6 +55,22 @@ class Job:
     """Of the first KV cache group: see `GroupBlocks`."""
     others: tuple[GroupBlocks, ...] = ()
     """The same for the model's further KV cache groups, in their order."""
+    release_after: tuple[int, int] | None = None
+    """Parked loads: (layers, of how many): a rank reports the job released once that part of its own layers has
+    arrived, the first ones it runs; None: the request waits for all of them."""
+
+    def released_at(self, layers: int) -> int | None:
+        """The layer (0-based) after which a rank reports the job released; None for the last, like for other jobs.
+
+        Args:
+            layers: of the rank. Pipeline stages that have fewer than the one the part was chosen for release after the
+                same part of theirs, rounded up.
+        """
+        if self.release_after is None:
+            return None
+        part, whole = self.release_after
+        last = -(-part * layers // whole) - 1
+        return last if last < layers - 1 else None
 
     @property
     def groups(self) -> tuple[GroupBlocks, ...]:
@@ -124,13 +140,15 @@ class StepPlan:
     step: int
     jobs: tuple[Job, ...] = ()
     tier_jobs: tuple[TierJob, ...] = ()
+    released: tuple[int, ...] = ()
+    """Parked loads of earlier steps that some rank may not have ended, and whose blocks anyone may read by now."""
     model: tuple[ModelAccess, ...] | None = None
     """For each KV cache group; only with the option `sanitize`."""
 
     @property
     def gated(self) -> bool:
-        """Whether this step's forward must wait for layers loaded in it (the step's sync flag)."""
-        return any(job.kind is JobKind.LOAD for job in self.jobs)
+        """Whether this step's forward must wait for layers that are being loaded (the step's sync flag)."""
+        return bool(self.released) or any(job.kind is JobKind.LOAD for job in self.jobs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +163,9 @@ class Report:
     """job id -> number of ranks whose bytes are complete."""
     failed: dict[int, int] = field(default_factory=dict)
     """job id -> number of ranks that gave up; a job one rank failed has failed."""
+    released: dict[int, int] = field(default_factory=dict)
+    """Parked load -> number of ranks where as much has arrived as its release waits for. A rank says so once, with the
+    report that the job is done at the latest."""
     ready_slots: dict[int, int] = field(default_factory=dict)
     """rank -> slots of its pool that may be used, counted from slot 0; of ranks where there are more than before."""
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -155,8 +176,8 @@ class Report:
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report; returns a new one."""
-        done, failed = dict(self.done), dict(self.failed)
-        for mine, theirs in ((done, other.done), (failed, other.failed)):
+        done, failed, released = dict(self.done), dict(self.failed), dict(self.released)
+        for mine, theirs in ((done, other.done), (failed, other.failed), (released, other.released)):
             for job_id, count in theirs.items():
                 mine[job_id] = mine.get(job_id, 0) + count
         moved = dict(self.moved)
@@ -172,6 +193,7 @@ class Report:
         return Report(
             done=done,
             failed=failed,
+            released=released,
             ready_slots=ready,
             moved=moved,
             tiers=tiers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,14 @@ class Ledger:
         """Their step has ended; from here on they may be reported."""
         self._in_flight += transfers
 
+    def parked(self, job_ids: Collection[int]) -> list[Transfer]:
+        """The parked loads of these jobs that were not reported done or failed yet."""
+        return [
+            transfer
+            for transfer in self._in_flight
+            if transfer.kind is JobKind.PARKED_LOAD and transfer.jobs[0].job_id in job_ids
+        ]
+
     def elsewhere(self, jobs: Sequence[Job | TierJob]) -> None:
         """A rank that shares its pool with this one moves these: here there is nothing to wait for."""
         for job in jobs:
@@ -74,18 +82,20 @@ class Ledger:
         waiting: list[Transfer] = []
         for transfer in self._in_flight:
             try:
-                finished = transfer.finished()
+                released, finished = transfer.released(), transfer.finished()
             except TransferError:
                 logger.exception("moving blocks of requests %s failed", ", ".join(transfer.requests))
                 report.failed.update({job.job_id: 1 for job in transfer.jobs})
                 continue
+            if released:
+                report.released[transfer.jobs[0].job_id] = 1
             if finished:
                 report.done.update({job.job_id: 1 for job in transfer.jobs})
                 self._count(transfer)
             else:
                 waiting.append(transfer)
         self._in_flight = waiting
-        if not (report.done or report.failed or report.ready_slots or report.moved):
+        if not (report.done or report.failed or report.released or report.ready_slots or report.moved):
             return None
         report.stats, self._stats = self._stats, TransferStats()
         return report
@@ -101,11 +111,13 @@ class Ledger:
         stats.load_blocks += transfer.blocks
         stats.load_bytes += transfer.nbytes
         stats.load_seconds += seconds
-        if transfer.kind is JobKind.LOAD and not transfer.in_graph:
+        # Where compute has not reached a gate of a parked load when all has arrived, nothing waits there.
+        gates = [part.gate for part in transfer.parts if part.gate and part.gate[1].done()]
+        if (transfer.kind is JobKind.LOAD or gates) and not transfer.in_graph:
             stats.gated_load_seconds += seconds
-            stats.stall_seconds += sum(self._device.elapsed(*part.gate) for part in transfer.parts if part.gate)
+            stats.stall_seconds += sum(self._device.elapsed(*gate) for gate in gates)
             # The events of a load submitted as one graph have no times.
-            if self._trace_dir is not None and transfer.ended is None:
+            if self._trace_dir is not None and transfer.kind is JobKind.LOAD and transfer.ended is None:
                 self._write_timeline(transfer, self._trace_dir)
 
     def _write_timeline(self, transfer: Transfer, folder: Path) -> None:

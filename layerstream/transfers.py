@@ -67,6 +67,10 @@ class Transfer:
     """Loads submitted as one graph: all of it has run. The events of their parts are shared with later loads."""
     failed: bool = False
     """A part of it could not be queued."""
+    release_layer: int | None = None
+    """Parked loads: the layer after whose arrival its request is released, if that is not the last."""
+    told: bool = False
+    """Parked loads: whether it was reported released."""
     in_graph: bool = False
     """Gated loads: the waits are nodes of the graph that the step replays, so nobody can time them."""
 
@@ -96,6 +100,7 @@ class Transfer:
                 layer.page_bytes * counts[its] for layer, its in zip(geometry.layers, cache_groups, strict=True)
             ),
             groups=layer_groups(len(geometry.layers), group),
+            release_layer=jobs[0].released_at(len(geometry.layers)),
         )
 
     @property
@@ -138,6 +143,18 @@ class Transfer:
         """`part` was queued."""
         self.parts.append(part)
         self.part_of.update(dict.fromkeys(part.layers, part))
+
+    def released(self) -> bool:
+        """Whether a parked load's request may be released by now and nobody was told. True once; never blocks.
+
+        Raises:
+            TransferError: an operation failed.
+        """
+        if self.told or self.release_layer is None or self.failed:
+            return False
+        parts = self.parts[: self.group_number(self.release_layer) + 1]
+        self.told = all(part.done.done() for part in reversed(parts))
+        return self.told
 
     def finished(self) -> bool:
         """Whether every layer has arrived, and a gated load's step has passed all its gates. Never blocks.

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from layerstream.coordinator import Coordinator, Outcome
+from layerstream.decisions import FixedMode, LoadMode
 from layerstream.errors import PoolError, TransferError
 from layerstream.jobs import Job, JobKind, Report
 from tests.rigs.block_holds import BlockHolds
@@ -26,7 +27,7 @@ class Rig:
             chunk_blocks=chunk_blocks,
             block_tokens=B,
             world_size=world,
-            parked=parked,
+            chooser=FixedMode(LoadMode.PARKED if parked else LoadMode.LAYERWISE),
             save_decode=save_decode,
             holds=self.holds,
             clock=self.clock,
@@ -43,6 +44,8 @@ class Rig:
         """Give a request blocks; counts are in blocks."""
         ids = self.blocks[name] = [next(self.next_block) for _ in range(len(hashes) + 1)]
         tokens = (len(hashes) if prompt is None else prompt) * B + 1
+        if external:
+            self.coordinator.match(name, hashes, tokens, local * B)
         self.coordinator.admit(
             name,
             hashes,
@@ -87,8 +90,8 @@ class Rig:
     def hit(self, hashes: list[bytes], *, local: int = 0, tokens: int | None = None) -> int | None:
         """Blocks that can be loaded, of a prompt one token longer than its blocks."""
         found = self.coordinator.match("asks", hashes, len(hashes) * B + 1 if tokens is None else tokens, local * B)
-        assert found is None or found % B == 0
-        return None if found is None else found // B
+        assert found is None or found.tokens % B == 0
+        return None if found is None else found.tokens // B
 
 
 def pages(job: Job) -> list[int]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from layerstream.coordinator import Coordinator, Outcome
+from layerstream.decisions import FixedMode, LoadMode
 from layerstream.jobs import Job, JobKind, Report
 from tests.rigs.block_holds import BlockHolds
 from tests.rigs.tiering_rig import Clock, chain
@@ -75,7 +76,7 @@ class Gated(RuleBasedStateMachine):
             chunk_blocks=CHUNK,
             block_tokens=B,
             world_size=len(RANKS),
-            parked=self.PARKED,
+            chooser=FixedMode(LoadMode.PARKED if self.PARKED else LoadMode.LAYERWISE),
             save_decode=True,
             holds=self.holds,
             clock=self.clock,
@@ -110,10 +111,11 @@ class Gated(RuleBasedStateMachine):
         """What the engine does with a waiting request; False if it has to wait."""
         local = share.draw(st.integers(0, len(hashes) - 1))
         tokens = len(hashes) * B + share.draw(st.integers(0, 1))
-        found = self.coordinator.match(name, hashes, tokens, local * B)
-        if found is None:
+        decision = self.coordinator.match(name, hashes, tokens, local * B)
+        if decision is None:
             assert self.PARKED
             return False
+        found = decision.tokens
         # The engine may trim what it was offered.
         external = share.draw(st.sampled_from([found // B, found // B, found // B // 2]))
         ids = [next(self.next_block) for _ in range(len(hashes) + 1)]
@@ -296,10 +298,11 @@ class Gated(RuleBasedStateMachine):
         index, epoch = self.coordinator._index, self.coordinator.epoch
         assert index is not None
         for hashes in self.prompts:
-            found = self.coordinator.match("asks", hashes, len(hashes) * B + 1, 0)
-            if found is None:
+            decision = self.coordinator.match("asks", hashes, len(hashes) * B + 1, 0)
+            if decision is None:
                 continue
-            spans = index.locate(hashes, 0, found // B)
+            self.coordinator.finish("asks")
+            spans = index.locate(hashes, 0, decision.tokens // B)
             assert spans is not None
             pages = [page for first, count in index.runs(spans) for page in range(first, first + count)]
             for rank, (page, hashed) in itertools.product(self.ranks, zip(pages, hashes, strict=False)):

@@ -75,7 +75,8 @@ def test_prefixes_of_every_length_come_back_block_by_block(path: str, chunk_bloc
         rig.coordinator.finish("saves")
         for tensor in tensors.values():
             tensor.fill_(-1)
-        assert rig.coordinator.match("loads", hashes, len(hashes) * B + 1, 0) == len(hashes) * B
+        decision = rig.coordinator.match("loads", hashes, len(hashes) * B + 1, 0)
+        assert decision is not None and decision.tokens == len(hashes) * B
         rig.admit("loads", hashes, external=len(hashes))
         do(rig, engine, next(steps))
         rig.coordinator.finish("loads")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from layerstream.coordinator import Coordinator
+from layerstream.decisions import FixedMode, LoadMode
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.hooks.vllm.block_hashes import BlockHashes, FinerHashes
 from layerstream.hooks.vllm.compat import cache_groups, unsupported
@@ -104,7 +105,7 @@ class SchedulerHalf:
             chunk_blocks=self._chunk_blocks,
             block_tokens=block_tokens,
             world_size=self._world_size,
-            parked=config.load_mode == "parked",
+            chooser=FixedMode(LoadMode.PARKED if config.load_mode == "parked" else LoadMode.LAYERWISE),
             save_decode=config.save_decode,
             holds=self._holds,
             clock=lambda: self._seconds,
@@ -149,7 +150,13 @@ class SchedulerHalf:
         backlog_blocks = max(1, ring_bytes // max(rank.block_bytes for rank in ranks))
         growing = any(rank.ready_slots is not None and rank.ready_slots < rank.pool_slots for rank in ranks)
         ready = {rank.rank: rank.pool_slots if rank.ready_slots is None else rank.ready_slots for rank in ranks}
-        self._coordinator.set_slots(slots, ready=ready if growing else None, backlog_blocks=backlog_blocks)
+        self._coordinator.set_slots(
+            slots,
+            ready=ready if growing else None,
+            backlog_blocks=backlog_blocks,
+            layers=max(rank.layers for rank in ranks),
+            block_bytes=max(rank.block_bytes for rank in ranks),
+        )
         self._pool_grows = self._coordinator.pool_slots < slots
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         if self._portable:
@@ -246,10 +253,12 @@ class SchedulerHalf:
         self._asked[request.request_id] = local_tokens
         if self._off is not None or self._coordinator.overdue or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        tokens = self._coordinator.match(
+        decision = self._coordinator.match(
             request.request_id, self._hashes.of(request), request.num_tokens, local_tokens, tenant=request.cache_salt
         )
-        return tokens, bool(tokens) and self._config.load_mode == "parked"
+        if decision is None:
+            return None, False
+        return decision.tokens, bool(decision.tokens) and decision.mode is LoadMode.PARKED
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Blocks were allocated: the promise of `matched_tokens` is taken up for `external_tokens` tokens.
@@ -272,14 +281,15 @@ class SchedulerHalf:
         )
 
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Loads taken up since the last step, and saves of blocks that this step fills."""
+        """Loads taken up since the last step, those it must wait for, and saves of blocks that it fills."""
         coordinator = self._coordinator
         if coordinator is None:
             return StepMetadata(None)
         self._tick()
         if self._off is None and self._saves:
             self._observe(coordinator, output)
-        plan = coordinator.plan()
+        coordinator.stepped(len(output.num_scheduled_tokens))
+        plan = coordinator.plan(forward=bool(output.num_scheduled_tokens))
         if self._config.sanitize:
             plan = dataclasses.replace(plan or StepPlan(step=0), model=self._model_access(output))
         if plan is not None and plan.gated:
@@ -343,7 +353,8 @@ class SchedulerHalf:
         self._stepped_at = now
 
     def update_output(self, output: KVConnectorOutput) -> None:
-        """Book the ranks' reports; parked requests whose loads are complete are released by adding them to `output`."""
+        """Book the ranks' reports; parked requests whose loads are complete, or far enough, are released by
+        adding them to `output`."""
         coordinator = self._coordinator
         if coordinator is None:
             return

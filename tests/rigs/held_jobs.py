@@ -58,8 +58,8 @@ class HeldJobs:
             self._held.discard(job.job_id)
             (self._out.done if good else self._out.failed)[job.job_id] = 1
 
-    def _note(self) -> StepPlan | None:
-        plan = self._plan()
+    def _note(self, *, forward: bool = True) -> StepPlan | None:
+        plan = self._plan(forward=forward)
         if plan is not None:
             self.jobs += plan.jobs
             self._held.update(job.job_id for job in plan.jobs if self.holding)

@@ -11,6 +11,7 @@ import pytest
 
 from layerstream import shared_pool
 from layerstream.coordinator import Coordinator
+from layerstream.decisions import Decision
 from layerstream.engine import StreamEngine
 from layerstream.fetches import Fetch
 from layerstream.flights import Flight, Flights
@@ -68,7 +69,7 @@ def last_block_hits(patch: pytest.MonkeyPatch) -> None:
 
     def generous(
         half: Coordinator, name: str, hashes: Sequence[bytes], tokens: int, local: int, **more: Any
-    ) -> int | None:
+    ) -> Decision | None:
         return match(half, name, hashes, tokens + 1, local, **more)
 
     patch.setattr(Coordinator, "match", generous)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from layerstream.coordinator import Coordinator, Outcome
+from layerstream.decisions import FixedMode, LoadMode
 from layerstream.identity import object_key
 from layerstream.jobs import Job, JobKind, Report, TierJob, TierObject
 from layerstream.tiers.grid import ObjectGrid
@@ -69,7 +70,7 @@ class TieringRig:
             chunk_blocks=chunk_blocks,
             block_tokens=B,
             world_size=world,
-            parked=parked,
+            chooser=FixedMode(LoadMode.PARKED if parked else LoadMode.LAYERWISE),
             save_decode=save_decode,
             holds=NoHolds(),
             clock=self.clock,
@@ -97,10 +98,12 @@ class TieringRig:
     def ask(self, name: str, hashes: list[bytes], *, local: int = 0, tokens: int | None = None) -> int | None:
         """Blocks that can be loaded, of a prompt one token longer than its blocks; None: ask again."""
         tokens = len(hashes) * B + 1 if tokens is None else tokens
-        found = self.coordinator.match(name, hashes, tokens, local * B)
-        if found:
-            self.check_hit(hashes, local + found // B)
-        return None if found is None else found // B
+        decision = self.coordinator.match(name, hashes, tokens, local * B)
+        if decision is None:
+            return None
+        if decision.tokens:
+            self.check_hit(hashes, local + decision.tokens // B)
+        return decision.tokens // B
 
     def admit(
         self, name: str, hashes: list[bytes], *, local: int = 0, external: int = 0, tenant: str | None = None

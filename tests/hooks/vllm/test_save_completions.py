@@ -24,9 +24,10 @@ def found(rig: SchedulerRig, name: str) -> int:
     request = rig.requests[name]
     coordinator: Coordinator | None = rig.connector.scheduler._coordinator
     assert coordinator is not None
-    tokens = coordinator.match("asks", request.block_hashes, request.num_tokens + BLOCK, 0)
-    assert tokens is not None
-    return tokens // BLOCK
+    decision = coordinator.match("asks", request.block_hashes, request.num_tokens + BLOCK, 0)
+    assert decision is not None
+    coordinator.finish("asks")
+    return decision.tokens // BLOCK
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
