@@ -72,8 +72,31 @@ def test_plans_cannot_be_changed(name: str) -> None:
         ((JobKind.SAVE, JobKind.LOAD), True),
     ],
 )
-def test_only_loads_of_the_step_gate_it(kinds: tuple[JobKind, ...], gated: bool) -> None:
-    assert StepPlan(step=0, jobs=tuple(job(kind) for kind in kinds)).gated is gated
+def test_only_loads_of_the_step_and_released_ones_gate_it(kinds: tuple[JobKind, ...], gated: bool) -> None:
+    jobs = tuple(job(kind) for kind in kinds)
+    assert StepPlan(step=0, jobs=jobs).gated is gated
+    assert StepPlan(step=0, jobs=jobs, released=(7,)).gated
+
+
+@pytest.mark.parametrize(
+    ("part", "layers", "after"),
+    [
+        ((1, 8), 8, 0),
+        ((5, 8), 8, 4),
+        ((8, 8), 8, None),
+        # Stages with fewer layers: the same part of theirs, rounded up.
+        ((5, 8), 4, 2),
+        ((1, 8), 4, 0),
+        ((7, 8), 4, None),
+        ((1, 8), 1, None),
+        ((4, 8), 1, None),
+    ],
+)
+def test_a_rank_releases_a_load_after_its_part_of_its_own_layers(
+    part: tuple[int, int], layers: int, after: int | None
+) -> None:
+    assert dataclasses.replace(job(JobKind.PARKED_LOAD), release_after=part).released_at(layers) == after
+    assert job(JobKind.PARKED_LOAD).released_at(layers) is None
 
 
 counts = st.dictionaries(st.integers(0, 5), st.integers(1, 4), max_size=4)
@@ -81,6 +104,7 @@ reports = st.builds(
     Report,
     done=counts,
     failed=counts,
+    released=counts,
     ready_slots=counts,
     moved=st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4),
     tiers=st.dictionaries(st.integers(0, 2), st.builds(TierTraffic, read_bytes=st.integers(0, 9)), max_size=2),
@@ -99,7 +123,7 @@ def test_reports_merge_in_any_order(a: Report, b: Report, c: Report) -> None:
 def test_merging_counts_ranks_of_each_job_and_changes_nothing(a: Report, b: Report) -> None:
     before = pickle.dumps((a, b))
     total = a.merge(b)
-    for name in ("done", "failed"):
+    for name in ("done", "failed", "released"):
         mine, theirs, both = getattr(a, name), getattr(b, name), getattr(total, name)
         assert both == {job_id: mine.get(job_id, 0) + theirs.get(job_id, 0) for job_id in {*mine, *theirs}}
         assert both is not mine and both is not theirs
@@ -113,6 +137,7 @@ def test_no_field_of_a_report_is_lost_in_merging(name: str) -> None:
     value = {
         "done": {1: 2},
         "failed": {3: 4},
+        "released": {6: 1},
         "ready_slots": {0: 6},
         "moved": {5: (1, 7)},
         "tiers": {0: TierTraffic(read_objects=2)},

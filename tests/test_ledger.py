@@ -54,6 +54,7 @@ def test_seconds_of_a_save_are_summed_over_its_parts() -> None:
         blocks=1,
         nbytes=64,
         parts=[SimpleNamespace(begun=0.0, done=1.0), SimpleNamespace(begun=2.0, done=5.0)],
+        released=lambda: False,
         finished=lambda: True,
     )
     ledger.add([transfer])

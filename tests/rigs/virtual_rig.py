@@ -116,6 +116,7 @@ class VirtualRig:
         writes: Sequence[int] = (),
         reads: Sequence[int] = (),
         hooks: bool = True,
+        released: Sequence[int] = (),
         between: Callable[[], object] = lambda: None,
     ) -> None:
         """One engine step, in the order of vLLM's calls.
@@ -125,10 +126,16 @@ class VirtualRig:
             writes: blocks that get the step's KV.
             reads: blocks that attention reads.
             hooks: whether this step's hooks run; a FULL graph runs none.
+            released: parked loads of earlier steps that the forward waits for.
             between: called between any two submissions.
         """
         self.steps += 1
-        plan = StepPlan(step=self.steps, jobs=jobs, model=(ModelAccess(reads=tuple(reads), writes=tuple(writes)),))
+        plan = StepPlan(
+            step=self.steps,
+            jobs=jobs,
+            released=tuple(released),
+            model=(ModelAccess(reads=tuple(reads), writes=tuple(writes)),),
+        )
         self.engine.begin_step(plan)
         between()
         if plan.gated:
