@@ -53,7 +53,7 @@ def choose_mode(
         layers: at least 1.
         step_s: of a step of the other requests; None if unknown, which counts as no time.
         running: other requests that are being computed.
-        queued_s: until the load begins.
+        queued_s: until the load begins; below 0 where its first copies run ahead of the step that submits it.
         lag_steps: whole steps between the one in which a layer arrives and the one that a release then reaches: 1 where
             the device runs behind the host by less than a step, 2 with two steps in flight.
 
@@ -64,7 +64,7 @@ def choose_mode(
     step = step_s or 0.0
     compute = max(compute_layer_s, step / layers)
     start = quiet_start(load_layer_s=load_layer_s, compute_layer_s=compute, layers=layers, queued_s=queued_s)
-    if running == 0 or start <= compute:
+    if running == 0 or start <= compute + _ROUNDING * layers * load_layer_s:
         return LoadMode.LAYERWISE, None
     if load_layer_s == 0:
         return LoadMode.PARKED, None

@@ -99,7 +99,7 @@ def test_an_overdue_load_that_was_released_goes_on_being_waited_for() -> None:
     assert rig.holds.held == set(job.block_ids)
     rig.done(job)
     assert waited(rig) == ()
-    assert not rig.coordinator.overdue
+    assert not rig.coordinator._flights._overdue
     assert not rig.holds.held
 
 

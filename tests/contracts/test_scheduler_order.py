@@ -14,6 +14,7 @@ from layerstream.errors import RaceError
 from layerstream.flights import Flights
 from layerstream.hooks.vllm.scheduler import BlockPoolHolds
 from layerstream.index import PrefixIndex
+from tests.rigs.fixed_choice import AnyChoice
 from tests.rigs.late_scheduler_rig import LateSchedulerRig, traffic
 from tests.rigs.scheduler_rig import BLOCK
 
@@ -38,13 +39,17 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                     "staging_mib": 1,
                     "transfer_path": "staged" if path == "graph" else path,
                     "graph_loads": path == "graph",
-                    **options,
+                    **{name: "auto" if value == "any" else value for name, value in options.items()},
                 },
                 num_blocks=NUM_BLOCKS,
                 step_tokens=96,
                 ranks=ranks,
             )
         )
+        if options.get("load_mode") == "any":
+            coordinator = rigs[-1].connector.scheduler._coordinator
+            assert coordinator is not None
+            coordinator._chooser = AnyChoice(seed)
         return rigs[-1]
 
     yield make
@@ -52,7 +57,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
         rig.close()
 
 
-@pytest.mark.parametrize("mode", ["layerwise", "parked"])
+@pytest.mark.parametrize("mode", ["layerwise", "parked", "any"])
 @pytest.mark.parametrize("path", ["staged", "zero_copy", "batch_dma", "graph"])
 @pytest.mark.parametrize("seed", range(2))
 def test_late_ranks_read_and_write_only_what_is_theirs(make_rig: MakeRig, path: str, mode: str, seed: int) -> None:

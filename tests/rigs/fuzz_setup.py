@@ -33,6 +33,7 @@ class Setup:
     chunk_blocks: int = 2
     step_tokens: int = 96
     load_mode: str = "layerwise"
+    """"any": each hit is loaded in a mode, up to a block, and released after a layer, all drawn at random."""
     windows: tuple[int | None, ...] = (None,)
     """For each KV cache group the tokens that attention sees; None: all."""
     path: str = "staged"
@@ -61,7 +62,7 @@ class Setup:
             "host_gib": max(self.slots * self.chunk_blocks * PAGE_BYTES, LAYERS * 4096) / (1 << 30),
             "chunk_tokens": self.chunk_blocks * BLOCK,
             "staging_mib": 1,
-            "load_mode": self.load_mode,
+            "load_mode": "auto" if self.load_mode == "any" else self.load_mode,
             "transfer_path": "staged" if self.path == "graph" else self.path,
             "graph_loads": self.path == "graph",
             "layers_per_gate": self.layers_per_gate,

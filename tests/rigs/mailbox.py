@@ -32,6 +32,8 @@ class Mailbox:
         """Faults that had an effect, by kind."""
         self._spoil = spoil
         self._jobs: dict[int, Job] = {}
+        self._released: set[int] = set()
+        """Jobs that the rank has said to be released in an earlier report."""
         self._way: deque[tuple[int, Report]] = deque()
         self._step = 0
 
@@ -76,6 +78,12 @@ class Mailbox:
             job = self._jobs.pop(job_id)
             if job.kind in self.failing:
                 self.failing.discard(job.kind)
-                self.injected[f"{job.kind.name} failed"] += 1
                 report.failed[job_id] = report.done.pop(job_id)
+                if job_id in self._released:
+                    # Others may read its blocks by now; that the engine stops is what is to be seen.
+                    self.injected["released failed"] += 1
+                    continue
+                report.released.pop(job_id, None)
+                self.injected[f"{job.kind.name} failed"] += 1
                 self._spoil(job)
+        self._released.update(report.released)

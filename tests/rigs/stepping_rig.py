@@ -30,6 +30,7 @@ from layerstream.errors import TransferError
 from layerstream.hooks.vllm.messages import WorkerReport
 from layerstream.jobs import Job, JobKind
 from tests.rigs import scheduler_rig
+from tests.rigs.fixed_choice import AnyChoice
 from tests.rigs.fuzz_setup import Setup
 from tests.rigs.known_model import Life, Span
 from tests.rigs.late_scheduler_rig import LateSchedulerRig
@@ -96,6 +97,8 @@ class SteppingRig(LateSchedulerRig):
                 windows=setup.windows,
             )
         self.scheduler.use_v2_model_runner = setup.second_runner
+        if setup.load_mode == "any":
+            self.coordinator._chooser = AnyChoice(setup.seed)
         self.mailboxes = [Mailbox(partial(self._spoil, rank)) for rank in range(setup.ranks)]
 
     @property
@@ -245,7 +248,7 @@ class SteppingRig(LateSchedulerRig):
 
     def _book(self) -> None:
         step = self._pending.popleft()
-        failed = [mailbox.injected["LOAD failed"] for mailbox in self.mailboxes]
+        failed = [mailbox.injected[f"{what} failed"] for mailbox in self.mailboxes for what in ("LOAD", "released")]
         combined = step.combined
         assert combined is not None
         report = combined.kv_connector_output
