@@ -99,8 +99,8 @@ MUTATIONS = (
     Mutation(
         name="vLLM's own hit counts twice",
         file=COORDINATOR,
-        old="        return (found - local) * self._block_tokens",
-        new="        return found * self._block_tokens",
+        old="                found_tokens=(found - local) * self._block_tokens,",
+        new="                found_tokens=found * self._block_tokens,",
         tests=("tests/hooks/vllm/test_partial_hits.py::test_a_full_hit_leaves_a_token_to_compute",),
     ),
     Mutation(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerstream.decisions import LoadMode
-from layerstream.picture import COMPUTE, LOAD, WAIT
+from layerstream.picture import LOAD, WAIT
 from profiles.modes.grid import Row, row
 from profiles.modes.simulation import Case, mixed_layer_s
 
@@ -100,13 +100,13 @@ def draw(path: Path) -> None:
     base = Case(load_layer_s=1e-3, compute_layer_s=1e-3, layers=32, step_s=12e-3, running=16)
     loads = [0.02e-3 * step for step in range(1, 201)]
     rows = [row(replace(base, load_layer_s=load)) for load in loads]
-    lines = (("layerwise", WAIT, "-"), ("parked", LOAD, "-"), ("auto", COMPUTE, "--"))
+    lines = (("layerwise", WAIT, "-"), ("parked", LOAD, "-"), ("auto", _INK, ":"))
     for axes, what, title in zip(
         panels, ("first_token", "longest_gap"), ("First token of the request", "Longest gap of the others"), strict=True
     ):
         for name, color, style in lines:
             values = [1e3 * getattr(getattr(its, name), what) for its in rows]
-            axes.plot([1e3 * load for load in loads], values, color=color, linestyle=style, linewidth=1.8, label=name)
+            axes.plot([1e3 * load for load in loads], values, color=color, linestyle=style, linewidth=2.2, label=name)
         _dress(axes, title)
     panels[0].legend(frameon=False, labelcolor=_INK)
     figure.suptitle(

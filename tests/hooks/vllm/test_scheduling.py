@@ -202,8 +202,8 @@ def test_pools_that_grow_at_different_steps_on_two_ranks(
     assert coordinator.planned_slots == pools[0].slots == 4 * segment
     real_plan = coordinator.plan
 
-    def plan() -> Any:
-        step = real_plan()
+    def plan(**step_of: bool) -> Any:
+        step = real_plan(**step_of)
         pages = [first + count for job in step.jobs for first, count in job.pool_runs] if step is not None else []
         assert max(pages, default=0) <= min(pool.ready_slots for pool in pools) * 4, "a page that a rank has not ready"
         return step
@@ -444,8 +444,8 @@ def test_a_long_local_hit_is_saved_a_few_blocks_a_step(make_rig: MakeRig, monkey
     moved: list[int] = []
     real_plan = coordinator.plan
 
-    def plan() -> Any:
-        step = real_plan()
+    def plan(**step_of: bool) -> Any:
+        step = real_plan(**step_of)
         moved.append(sum(len(job.block_ids) for job in step.jobs) if step is not None else 0)
         return step
 
