@@ -149,7 +149,8 @@ class FuzzRig(SteppingRig):
         assert self._all_free(), f"{self.setup.blocks - 1 - self.free_blocks} blocks of vLLM's pool are left over"
         pool = self.scheduler.kv_cache_manager.block_pool
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
-        assert not (half.pending() or flights._due or flights._overdue or flights._outbox)
+        assert not (half.pending() or flights._due or flights._overdue or flights._outbox or flights._released)
+        assert not (coordinator._decisions or coordinator._queued_bytes)
         assert not (coordinator._requests or half._requests or half._asked or coordinator._arriving or half._failed)
         self.check_books()
         check_tiers_idle(coordinator)
