@@ -170,6 +170,20 @@ def test_what_was_not_asked_about_is_not_loaded() -> None:
         )  # fmt: skip
 
 
+def test_an_answer_of_nothing_takes_back_the_one_before() -> None:
+    rig = Rig()
+    rig.save("cold", PROMPT)
+    match = rig.coordinator.match("warm", PROMPT, 65, 0)
+    assert match is not None and match.tokens == 4 * B
+    nothing = rig.coordinator.match("warm", PROMPT, 65, 4 * B)
+    assert nothing is not None and nothing.tokens == 0
+    with pytest.raises(TransferError, match="nothing was decided about them"):
+        rig.coordinator.admit(
+            "warm", PROMPT, [[1, 2, 3, 4, 5]], num_tokens=65, local_tokens=0, external_tokens=4 * B,
+            num_prompt_tokens=65,
+        )  # fmt: skip
+
+
 def test_the_queue_is_what_ranks_have_not_answered_for() -> None:
     rig, job = parked()
     assert rig.coordinator._queued_bytes == 400

@@ -53,6 +53,16 @@ def test_whoever_reads_or_saves_a_released_block_gets_its_bytes(
     assert rig.wrong == [] and rig.races == []
 
 
+def test_what_is_saved_at_the_end_of_a_step_has_arrived_also_in_a_layer_whose_hook_did_not_run() -> None:
+    rig = VirtualRig("zero_copy")
+    rig.step(reads=[1])
+    rig.step(parked(), reads=[1])
+    rig._unhooked = frozenset({2})
+    rig.step(job(2, JobKind.SAVE, BLOCKS, (20, 4)), released=(1,))
+    rig.settle()
+    assert rig.wrong == [] and rig.races == []
+
+
 @pytest.mark.parametrize("path", ["staged", "zero_copy", "batch_dma"])
 def test_a_step_that_is_not_told_of_a_released_load_races_with_it(path: str) -> None:
     wrong = False
