@@ -7,7 +7,8 @@ from layerstream.decisions import Decision, LoadMode
 from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind, Report
 from tests.rigs.fixed_choice import FixedChoice
-from tests.test_coordinator import B, Rig, chain
+from tests.rigs.tiering_rig import chain
+from tests.test_coordinator import B, Rig
 
 PROMPT = chain(range(4))
 
