@@ -241,7 +241,11 @@ def _open_paths(
     rates = machine_rates(cache.storages[0].device, largest, cache_dir())
     chosen = [(0, "staged")] if rates is None else rates.fastest_loads(largest)
     paths = {name: staged if name == "staged" else path(name) for name in {name for _, name in chosen}}
-    return PathChoice(loads=[(blocks, paths[name]) for blocks, name in chosen], save=staged)
+    return PathChoice(
+        loads=[(blocks, paths[name]) for blocks, name in chosen],
+        save=staged,
+        calibrated=() if rates is None else rates.fastest_seconds(largest),
+    )
 
 
 def _in_graph_gates(device: Device, layers: int, config: StreamConfig) -> InGraphGates | None:

@@ -25,6 +25,7 @@ _NAMESPACE_CHARS = 128
 
 LoadMode = Literal["auto", "layerwise", "parked"]
 TransferPathName = Literal["auto", "staged", "zero_copy", "batch_dma"]
+Recompute = Literal["auto", "never"]
 InGraphWaits = Literal["off", "flags", "events"]
 
 
@@ -83,6 +84,12 @@ class StreamConfig:
         lambda v: isinstance(v, str) and v in get_args(LoadMode),
     )
     """Hide each layer's load behind compute (layerwise), or hold the request until all is there; auto is layerwise."""
+    recompute: Recompute = _option(
+        "auto",
+        " or ".join(f'"{way}"' for way in get_args(Recompute)),
+        lambda v: isinstance(v, str) and v in get_args(Recompute),
+    )
+    """Compute, in whole or in part, what measured rates say loading would bring later; needs load_mode auto."""
     save_decode: bool = _option(True, "true or false", _is_bool)
     """Save blocks that fill while a request decodes, as well as blocks of its prompt."""
     namespace: str = _option("", f"a string of at most {_NAMESPACE_CHARS} printable characters", _is_namespace)

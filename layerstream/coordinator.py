@@ -24,6 +24,7 @@ from layerstream.tiering import Tiering
 
 if TYPE_CHECKING:
     from layerstream.decisions import Chooser
+    from layerstream.rates import Rates
     from layerstream.tiers.client import TierClient
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Coordinator:
         clock: seconds, monotonic.
         job_deadline_s: seconds after which a job that was not answered for is given up.
         tenant_share: part of the pool's slots, above 0 and at most 1, that one tenant may fill; None: all of them.
+        decided: told of each decision that a request was admitted by, once; None: nobody is.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         job_deadline_s: float = 60.0,
         tenant_share: float | None = None,
+        decided: Callable[[Decision], None] | None = None,
     ) -> None:
         self.epoch = 0
         """Number of resets so far."""
@@ -121,6 +124,7 @@ class Coordinator:
         self._index: PrefixIndex | None = None
         self._slots: ReadySlots | None = None
         self._backlog_blocks = sys.maxsize
+        self._decided = decided
         self._layers, self._block_bytes = 1, 0
         self._running = 0
         self._step_s: float | None = None
@@ -235,6 +239,9 @@ class Coordinator:
         block_bytes: int,
         block_hashes: int = 1,
         writes: bool = True,
+        rates: Rates | None = None,
+        bring_all: bool = False,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep blocks beneath the host pool too. To be called once, after `set_slots`.
 
@@ -244,6 +251,9 @@ class Coordinator:
             block_bytes: bytes of one block over all layers, on the rank that has most.
             block_hashes: what a block counts for in names of objects (`ObjectGrid`).
             writes: whether anything is written to tiers.
+            rates: learn what tiers take, and say what of them is worth moving; None: all of it.
+            bring_all: whether all that a tier has is brought, whatever the rates say.
+            timer: seconds by which rates are learned.
         """
         self.tiering = Tiering(
             tiers,
@@ -254,6 +264,10 @@ class Coordinator:
             block_hashes=block_hashes,
             clock=self._clock,
             writes=writes,
+            rates=rates,
+            bring_all=bring_all,
+            timer=timer,
+            block_tokens=self._block_tokens,
         )
 
     def stepped(self, running: int, step_s: float | None = None) -> None:
@@ -315,8 +329,7 @@ class Coordinator:
                 step_s=self._step_s,
             )
         )
-        if decision.tokens:
-            self._decisions[request_id] = decision
+        self._decisions[request_id] = decision
         return decision
 
     def admit(
@@ -368,6 +381,11 @@ class Coordinator:
         if external_tokens > 0:
             self._load(request_id, hashes, tables, local, stop, decision)
             request.parked_in = self.epoch if decision is not None and decision.mode is LoadMode.PARKED else None
+        if decision is not None:
+            decisions = self._stats.decisions
+            decisions[decision.reason] = decisions.get(decision.reason, 0) + 1
+            if self._decided is not None:
+                self._decided(decision)
         if first:
             self._stats.queried_tokens += max(0, num_tokens - local_tokens)
             self._stats.hit_tokens += external_tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-REASONS = ("load", "load_part", "recompute", "unknown_rates", "fixed")
+REASONS = ("load", "load_part", "recompute", "unknown_rates", "trial", "fixed")
 """Why a decision is what it is, for counters."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ from layerstream.write_behind import WriteBehind
 
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex
+    from layerstream.rates import Rates
     from layerstream.tier_flights import TierFlights
     from layerstream.tiers.client import TierClient
     from layerstream.tiers.grid import ObjectGrid
+    from layerstream.worth import Worth
 
 POOL_SHARE = 4
 """One in so many blocks of the pool may be pinned for writes, over all tiers."""
@@ -44,6 +47,9 @@ class Demotions:
         index: of the host pool.
         flights: where jobs go.
         block_bytes: bytes of one block over all layers of a rank.
+        timer: seconds by which `rates` are learned.
+        rates: told how long writes took.
+        worth: says what is worth writing, for tiers that admit by value.
     """
 
     def __init__(
@@ -54,6 +60,9 @@ class Demotions:
         index: PrefixIndex,
         flights: TierFlights,
         block_bytes: int,
+        timer: Callable[[], float] = time.monotonic,
+        rates: Rates | None = None,
+        worth: Worth | None = None,
     ) -> None:
         self._grid = grid
         self._index = index
@@ -65,6 +74,9 @@ class Demotions:
                 flights=flights,
                 block_bytes=block_bytes,
                 pool_share=POOL_SHARE * len(tiers),
+                timer=timer,
+                rates=rates,
+                worth=worth,
             )
             for tier in tiers
         )
@@ -122,10 +134,11 @@ class Demotions:
 
     def used(self, hashes: Sequence[bytes], blocks: int) -> None:
         """A request loads these leading blocks from the pool: tiers that wait for a second use hear of it."""
-        queues = [queue for queue in self.queues if queue.tier.admission == "reused"] if self._open else []
+        queues = [queue for queue in self.queues if queue.tier.admission != "all"] if self._open else []
         if queues:
             objects = self._grid.whole(hashes, blocks)
             for queue in queues:
+                queue.used(objects)
                 queue.offer(hashes, objects, objects)
 
     def has(self, tier: int, hashes: Sequence[bytes], objects: Sequence[TierObject]) -> None:

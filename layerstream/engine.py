@@ -19,7 +19,7 @@ from layerstream.jobs import Job, JobKind, Report, StepPlan, TierJob
 from layerstream.ledger import Ledger
 from layerstream.pipeline.base import Move
 from layerstream.ranges import Ranges
-from layerstream.transfers import Part, Transfer
+from layerstream.transfers import Forward, Part, Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,8 @@ class StreamEngine:
         self._released: list[Transfer] = []
         """Parked loads of earlier steps that this step's forward waits for."""
         self._save: Transfer | None = None
+        self._begun: Event | None = None
+        """The compute stream's point before a forward that is measured."""
         # A layer counts as hooked once its hook ran in a step whose hooks ran; until then its load is waited for
         # before the forward.
         self._hooked = bytearray(self._layers)
@@ -114,6 +116,11 @@ class StreamEngine:
         self._started = False
         """Whether this step's loads were started."""
         self._ledger = Ledger(device=device, pool=pool, layers=names, trace_dir=trace_dir, rank=rank)
+
+    @property
+    def calibrated(self) -> tuple[tuple[int, float], ...]:
+        """(Bytes over all layers, seconds) of loads, as a calibration measured them; empty without one."""
+        return tuple((nbytes * self._layers, seconds * self._layers) for nbytes, seconds in self._paths.calibrated)
 
     def begin_step(self, plan: StepPlan | None) -> None:
         """Take one step's plan. A step before it that was not ended is ended first."""
@@ -135,13 +142,14 @@ class StreamEngine:
             self._move_objects(plan.tier_jobs)
         if self.sanitizer is not None:
             self.sanitizer.begin_step(plan.model)
-        if not (plan.jobs or plan.released) and self.sanitizer is None:
+        if not (plan.jobs or plan.released or plan.work is not None) and self.sanitizer is None:
             return
         self._plan = plan
         self._started = False
         # What has ended here is waited for by other ranks, if by any.
         self._released = self._ledger.parked(plan.released) if plan.released else []
         self._ranges.begin_step(plan.step)
+        self._begun = self._mark() if plan.work is not None and self.writes else None
         batches = self._batches(plan.jobs)
         if not batches:
             return
@@ -410,6 +418,7 @@ class StreamEngine:
         # Layers that did not run in this step are read by later ones.
         for load in waited:
             self._pass_gates(load, range(self._layers))
+        self._measure(plan, gated)
         if self.sanitizer is not None:
             self.sanitizer.end_step()
         if any(transfer.submitted is None for transfer in self._parked):
@@ -430,6 +439,23 @@ class StreamEngine:
         self._ranges.end_step()
         if self.verifier is not None:
             self._ledger.verified(self.verifier.check(ended))
+
+    def _measure(self, plan: StepPlan, gated: Transfer | None) -> None:
+        begun, self._begun = self._begun, None
+        # What nodes of a graph wait for cannot be told from what it computes, nor can what was waited for in which of
+        # the steps that a released load outlasts.
+        if (
+            begun is not None
+            and plan.work is not None
+            and not (self._released or (gated is not None and gated.in_graph))
+        ):
+            self._ledger.measure(Forward(work=plan.work, begun=begun, ended=self._mark(), load=gated))
+
+    def _mark(self) -> Event:
+        """The compute stream's point at this moment."""
+        event = self.device.event()
+        self.device.compute().record(event)
+        return event
 
     def _join_save(self, save: Transfer, compute: Stream) -> None:
         """Queue what no hook saved, and keep the compute stream behind the last read of the blocks."""

@@ -7,6 +7,7 @@ prefix, and what was fetched behind it is forgotten.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ from layerstream.jobs import JobKind, TierObject
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex, Span
     from layerstream.lookups import Absent, Source
+    from layerstream.rates import Rates
     from layerstream.tier_flights import TierFlight, TierFlights
     from layerstream.tiers.client import TierClient
     from layerstream.tiers.grid import ObjectGrid
@@ -45,6 +47,8 @@ class Fetches:
         block_bytes: bytes of one block over all layers of a rank.
         arrived: told what came.
         absent: told what a tier turned out not to have.
+        timer: seconds by which `rates` are learned.
+        rates: told how long jobs were under way.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Fetches:
         block_bytes: int,
         arrived: Arrived,
         absent: Absent,
+        timer: Callable[[], float] = time.monotonic,
+        rates: Rates | None = None,
     ) -> None:
         self.blocks = 0
         """Blocks brought into the pool so far."""
@@ -65,6 +71,8 @@ class Fetches:
         self.block_bytes = block_bytes
         self.arrived = arrived
         self.absent = absent
+        self.timer = timer
+        self.rates = rates
         self.owners: dict[bytes, Fetch] = {}
         """Hash of the first block that the pool lacks of each object that is to come -> who fetches it."""
         self.moving: Counter[int] = Counter()
@@ -200,9 +208,12 @@ class Fetch:
         self, tier: TierClient, ticket: str, run: list[_Bound], spans: list[list[Span]], blocks: int, skip: int
     ) -> None:
         books = self._books
+        begun, ahead = books.timer(), books.moving[tier.place] + blocks
 
         def landed(flight: TierFlight, objects: int) -> None:
             books.moving[tier.place] -= blocks
+            if books.rates is not None and objects == len(run) and not flight.overdue:
+                books.rates.promoted(tier.name, ahead * books.block_bytes, books.timer() - begun)
             for bound in run:
                 bound.source.ticket.give()
                 self._forget(bound.first)
@@ -216,7 +227,7 @@ class Fetch:
                 self._forget(bound.first)
             self._break(flight)
 
-        books.moving[tier.place] += blocks
+        books.moving[tier.place] = ahead
         for bound in run:
             books.owners[bound.first] = self
         before = run[0].source.object.start // books.grid.chunk_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from layerstream.measured import Measured, StepWork
 from layerstream.metrics import TierTraffic, TransferStats
 
 
@@ -144,6 +145,8 @@ class StepPlan:
     """Parked loads of earlier steps that some rank may not have ended, and whose blocks anyone may read by now."""
     model: tuple[ModelAccess, ...] | None = None
     """For each KV cache group; only with the option `sanitize`."""
+    work: StepWork | None = None
+    """What the step's forward computes, so that ranks measure it; None: they do not."""
 
     @property
     def gated(self) -> bool:
@@ -173,6 +176,8 @@ class Report:
     tiers: dict[int, TierTraffic] = field(default_factory=dict)
     """Position of a tier -> what was moved from and to it, and what failed."""
     stats: TransferStats = field(default_factory=TransferStats)
+    measured: Measured = field(default_factory=Measured)
+    """How long single forwards, loads and saves took."""
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report; returns a new one."""
@@ -198,6 +203,7 @@ class Report:
             moved=moved,
             tiers=tiers,
             stats=self.stats.merge(other.stats),
+            measured=self.measured.merge(other.measured),
         )
 
 
@@ -250,3 +256,7 @@ class RankInfo:
     """Number of its tier objects among those of all ranks that keep some."""
     portable: PortableRank | None = None
     """Of a rank that keeps objects, if they are portable."""
+    calibrated: tuple[tuple[int, float], ...] = ()
+    """(Bytes over all layers, seconds) of loads that a calibration measured."""
+    machine: str = ""
+    """Names what computes, for rates that are kept."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind, Report, TierJob
+from layerstream.measured import Measured
 from layerstream.metrics import TransferStats
 from layerstream.ranges import layers_label
 from layerstream.timeline import LayerTimes, Timeline
@@ -16,7 +17,7 @@ from layerstream.timeline import LayerTimes, Timeline
 if TYPE_CHECKING:
     from layerstream.host_pool import HostPool
     from layerstream.streams.base import Device, Event
-    from layerstream.transfers import Transfer
+    from layerstream.transfers import Forward, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Ledger:
         self._trace_dir = trace_dir
         self._rank = rank
         self._in_flight: list[Transfer] = []
+        self._forwards: list[Forward] = []
+        self._measured = Measured()
         self._elsewhere = Report()
         """Jobs that other ranks do for this one."""
         self._stats = TransferStats()
@@ -59,6 +62,10 @@ class Ledger:
             if transfer.kind is JobKind.PARKED_LOAD and transfer.jobs[0].job_id in job_ids
         ]
 
+    def measure(self, forward: Forward) -> None:
+        """A step has ended whose forward is to be measured; a report tells how long it took."""
+        self._forwards.append(forward)
+
     def elsewhere(self, jobs: Sequence[Job | TierJob]) -> None:
         """A rank that shares its pool with this one moves these: here there is nothing to wait for."""
         for job in jobs:
@@ -74,7 +81,8 @@ class Ledger:
     def poll(self) -> Report | None:
         """What has ended since the last call, or None. Never blocks."""
         ready = self._pool.ready_slots
-        if not self._in_flight and ready == self._told_slots and not (self._elsewhere.done or self._elsewhere.moved):
+        nothing = not (self._in_flight or self._forwards or self._elsewhere.done or self._elsewhere.moved)
+        if nothing and ready == self._told_slots:
             return None
         report, self._elsewhere = self._elsewhere, Report()
         if ready > self._told_slots:
@@ -95,10 +103,26 @@ class Ledger:
             else:
                 waiting.append(transfer)
         self._in_flight = waiting
-        if not (report.done or report.failed or report.released or report.ready_slots or report.moved):
+        self._forwards = [forward for forward in self._forwards if not self._timed(forward)]
+        # What was measured can wait for what will be reported anyway.
+        alone = self._measured and not self._in_flight
+        told = report.done or report.failed or report.released or report.ready_slots or report.moved
+        if not (told or alone):
             return None
         report.stats, self._stats = self._stats, TransferStats()
+        report.measured, self._measured = self._measured, Measured()
         return report
+
+    def _timed(self, forward: Forward) -> bool:
+        """Whether nothing more is to be done for a forward: it is over and counted, or failed."""
+        try:
+            if not forward.ended.done():
+                return False
+            seconds = self._device.elapsed(forward.begun, forward.ended) - forward.waited(self._device)
+        except TransferError:
+            return True
+        self._measured.steps.append((forward.work.tokens, forward.work.pairs, seconds))
+        return True
 
     def _count(self, transfer: Transfer) -> None:
         stats = self._stats
@@ -106,11 +130,13 @@ class Ledger:
             stats.save_blocks += transfer.blocks
             stats.save_bytes += transfer.nbytes
             stats.save_seconds += sum(self._device.elapsed(part.begun, part.done) for part in transfer.parts)
+            self._measured.saves.append((transfer.path_name, transfer.nbytes, transfer.busy_seconds(self._device)))
             return
         seconds = transfer.busy_seconds(self._device)
         stats.load_blocks += transfer.blocks
         stats.load_bytes += transfer.nbytes
         stats.load_seconds += seconds
+        self._measured.loads.append((transfer.path_name, transfer.nbytes, transfer.exposed_seconds(self._device)))
         # Where compute has not reached a gate of a parked load when all has arrived, nothing waits there.
         gates = [part.gate for part in transfer.parts if part.gate and part.gate[1].done()]
         if (transfer.kind is JobKind.LOAD or gates) and not transfer.in_graph:

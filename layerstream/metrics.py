@@ -7,7 +7,7 @@ overlap ratio = 1 - exposed stall / load time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class TierCounts:
     """Requests that may have got less than a tier had, because it failed or took too long."""
     dropped_objects: int = 0
     """Objects not written: evicted before their turn, no room in the queue or the tier, or the tier is ill."""
+    passed_blocks: int = 0
+    """Blocks that a tier has and that were not brought, since computing them is sooner."""
 
     def minus(self, other: TierCounts) -> TierCounts:
         """Field-wise difference; returns a new object."""
@@ -109,6 +111,8 @@ class CacheStats:
     evicted_chunks: int = 0
     expired_jobs: int = 0
     """Jobs whose report did not come by the deadline."""
+    decisions: dict[str, int] = field(default_factory=dict)
+    """Reason (`layerstream.decisions.REASONS`) -> hits about which it was decided so."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) for f in fields(self))
@@ -136,6 +140,8 @@ def interval_line(cache: CacheStats, moved: TransferStats, *, pool_used: int, po
         (cache.dropped_blocks, "blocks not saved: no room"),
         (cache.evicted_chunks, "chunks evicted"),
         (cache.expired_jobs, "jobs expired"),
+        (cache.decisions.get("load_part", 0), "hits loaded in part"),
+        (cache.decisions.get("recompute", 0), "hits computed instead"),
         (moved.verified_blocks, "blocks verified"),
     ):
         if count:
@@ -166,6 +172,7 @@ def tiers_line(counts: TierCounts, traffic: Mapping[str, TierTraffic], *, ill: S
     for count, what in (
         (counts.fell_requests, "requests fell to misses"),
         (counts.dropped_objects, "objects not written"),
+        (counts.passed_blocks, "blocks computed instead"),
     ):
         if count:
             parts.append(f"{count} {what}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from layerstream.falls import Falls
 from layerstream.fetches import Fetch, Fetches
 from layerstream.lookups import Lookup
+from layerstream.worth import Piece
 
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex, Span
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from layerstream.tier_flights import TierFlights
     from layerstream.tiers.client import TierClient
     from layerstream.tiers.grid import ObjectGrid
+    from layerstream.worth import Worth
 
 PREFIXES_AT_ONCE = 8
 """Prefixes that are looked up and fetched at a time. All that wait at once would outlast each other's deadlines."""
@@ -75,6 +77,7 @@ class Promotions:
         flights: where jobs go.
         fetches: what is on its way.
         clock: seconds, never going back.
+        worth: says how much of what tiers have is worth bringing; None: all of it.
     """
 
     def __init__(
@@ -86,7 +89,10 @@ class Promotions:
         flights: TierFlights,
         fetches: Fetches,
         clock: Callable[[], float],
+        worth: Worth | None = None,
     ) -> None:
+        self.passed_blocks = 0
+        """Blocks so far that tiers have and that were not brought, since computing them is sooner."""
         self.fell_requests = 0
         """Requests so far that may have got less than a tier had, because it failed or took too long."""
         self._tiers = tuple(tiers)
@@ -95,6 +101,7 @@ class Promotions:
         self._flights = flights
         self._fetches = fetches
         self._clock = clock
+        self._worth = worth
         self._falls = Falls(clock)
         self._requests: dict[str, _Wanted] = {}
         self._turns: dict[str, float] = {}
@@ -230,7 +237,9 @@ class Promotions:
             self._settle(wanted)
 
     def _useful(self, wanted: _Wanted, sources: list[Source]) -> list[Source]:
-        """The sources, if enough of what would have to be fetched is more than the engine and the pool have."""
+        """Those of the sources that are worth bringing, if enough of what would have to be fetched is more than the
+        engine and the pool have."""
+        sources = self._worthy(wanted, sources)
         stop = min(wanted.limit, sources[-1].object.start + sources[-1].object.blocks) if sources else 0
         found = self._index.match(wanted.hashes, stop)
         gain = stop - max(found, wanted.local)
@@ -239,6 +248,25 @@ class Promotions:
         for source in sources:
             source.ticket.give()
         return []
+
+    def _worthy(self, wanted: _Wanted, sources: list[Source]) -> list[Source]:
+        if self._worth is None or not sources:
+            return sources
+        found = self._index.match(wanted.hashes, wanted.limit)
+        ends = [source.object.start + source.object.blocks for source in sources]
+        first = next((place for place, end in enumerate(ends) if end > found), len(sources))
+        pieces = [
+            Piece(source.ticket.tier.name, end - max(source.object.start, found), end)
+            for source, end in zip(sources[first:], ends[first:], strict=True)
+        ]
+        moving = {tier.name: self._fetches.moving[tier.place] for tier in self._tiers}
+        kept = first + self._worth.leading(max(found, wanted.local), pieces, moving)
+        if kept < len(sources):
+            reached = max(found, wanted.local, ends[kept - 1] if kept else 0)
+            self.passed_blocks += max(0, min(ends[-1], wanted.limit) - reached)
+            for source in sources[kept:]:
+                source.ticket.give()
+        return sources[:kept]
 
     def _settle(self, wanted: _Wanted) -> None:
         """Nothing more is done for this prefix."""

@@ -79,6 +79,15 @@ class RateTable:
             previous = blocks
         return choice
 
+    def fastest_seconds(self, page_bytes: int) -> list[tuple[int, float]]:
+        """(Bytes, seconds) of one layer of such pages, for each number of blocks that was measured, by the fastest path
+        there; empty if such pages were not measured."""
+        found: dict[int, float] = {}
+        for rate in self.rates:
+            if rate.direction == "load" and rate.page_bytes == page_bytes:
+                found[rate.blocks] = min(rate.seconds, found.get(rate.blocks, math.inf))
+        return [(blocks * page_bytes, seconds) for blocks, seconds in sorted(found.items())]
+
     def joined(self, others: Iterable[PathRate]) -> RateTable:
         """With more points; a newer one replaces what was measured at the same place."""
         points = {(r.path, r.direction, r.page_bytes, r.blocks): r for r in (*self.rates, *others)}

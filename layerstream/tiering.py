@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ from layerstream.metrics import TierCounts
 from layerstream.promotions import Promotions
 from layerstream.tier_flights import TierFlights
 from layerstream.tiers.grid import ObjectGrid
+from layerstream.worth import Worth
 
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex
     from layerstream.jobs import Report, TierJob
+    from layerstream.rates import Rates
     from layerstream.tiers.client import TierClient
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,10 @@ class Tiering:
         block_hashes: what a block counts for in names of objects (`ObjectGrid`).
         clock: seconds of the engine's own time, never going back.
         writes: whether anything is written to tiers.
+        rates: learn what tiers take, and say what of them is worth moving; None: all of it.
+        block_tokens: tokens in a block; needed with `rates`.
+        bring_all: whether all that a tier has is brought, whatever the rates say.
+        timer: seconds by which rates are learned; `clock` may stand still while a step runs.
     """
 
     def __init__(
@@ -46,7 +53,14 @@ class Tiering:
         clock: Callable[[], float],
         block_hashes: int = 1,
         writes: bool = True,
+        rates: Rates | None = None,
+        block_tokens: int = 0,
+        bring_all: bool = False,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
+        worth = None
+        if rates is not None:
+            worth = Worth(rates, block_tokens=block_tokens, block_bytes=block_bytes)
         self.clients = tuple(tiers)
         self.stopped = False
         self._flights = TierFlights(world_size=world_size, clock=clock)
@@ -57,6 +71,9 @@ class Tiering:
             index=index,
             flights=self._flights,
             block_bytes=block_bytes,
+            timer=timer,
+            rates=rates,
+            worth=worth,
         )
         self.fetches = Fetches(
             index=index,
@@ -65,9 +82,17 @@ class Tiering:
             block_bytes=block_bytes,
             arrived=self.demotions.has,
             absent=self.demotions.lacks,
+            timer=timer,
+            rates=rates,
         )
         self.promotions = Promotions(
-            tiers=tiers, grid=grid, index=index, flights=self._flights, fetches=self.fetches, clock=clock
+            tiers=tiers,
+            grid=grid,
+            index=index,
+            flights=self._flights,
+            fetches=self.fetches,
+            clock=clock,
+            worth=None if bring_all else worth,
         )
         self._told = TierCounts()
 
@@ -129,6 +154,7 @@ class Tiering:
             promoted_blocks=self.fetches.blocks,
             fell_requests=self.promotions.fell_requests,
             dropped_objects=self.demotions.dropped_objects,
+            passed_blocks=self.promotions.passed_blocks,
         )
         since = counts.minus(self._told)
         self._told = counts

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from layerstream.geometry import KVGeometry
+    from layerstream.measured import StepWork
     from layerstream.pipeline.base import Move, TransferPath
     from layerstream.streams.base import Device, Event
 
@@ -31,6 +32,24 @@ class Part:
     """Saves: the KV cache is not read any more."""
     gate: tuple[Event, Event] | None = None
     """Gated loads: the compute stream arrived at the gate, and went on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """A step's forward, and what it waited for."""
+
+    work: StepWork
+    begun: Event
+    """The compute stream's point before it."""
+    ended: Event
+    """The compute stream's point behind it, before the step's saves are joined."""
+    load: Transfer | None
+    """What it was gated by."""
+
+    def waited(self, device: Device) -> float:
+        """Seconds that it spent at gates. All events are done."""
+        gates = [part.gate for part in self.load.parts] if self.load is not None else []
+        return sum(device.elapsed(*gate) for gate in gates if gate is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +157,16 @@ class Transfer:
         return busy_seconds(
             (device.elapsed(origin, part.begun), device.elapsed(origin, part.done)) for part in self.parts
         )
+
+    def exposed_seconds(self, device: Device) -> float:
+        """The part of a load's `busy_seconds` that lies after its submission: before, an earlier step computes anyway.
+        All events are done."""
+        assert self.submitted is not None
+        origin = self.submitted
+        if self.ended is not None:
+            return max(0.0, device.elapsed(origin, self.ended))
+        spans = ((device.elapsed(origin, part.begun), device.elapsed(origin, part.done)) for part in self.parts)
+        return busy_seconds((max(0.0, begin), end) for begin, end in spans if end > 0.0)
 
     def add(self, part: Part) -> None:
         """`part` was queued."""

@@ -7,8 +7,9 @@ the queue is kept: what the pool still has when the tier is well again is writte
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,9 +17,11 @@ from layerstream.jobs import JobKind, TierObject
 
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex, Span
+    from layerstream.rates import Rates
     from layerstream.tier_flights import TierFlight, TierFlights
     from layerstream.tiers.client import Answer, TierClient
     from layerstream.tiers.grid import ObjectGrid
+    from layerstream.worth import Worth
 
 QUEUE_OBJECTS = 4096
 """Objects that may wait for one tier."""
@@ -69,6 +72,9 @@ class WriteBehind:
         flights: where jobs go.
         block_bytes: bytes of one block over all layers of a rank.
         pool_share: one in so many blocks of the pool may be pinned for writes to this tier; one object always may.
+        timer: seconds by which `rates` are learned.
+        rates: told how long writes took.
+        worth: says what is worth writing, if the tier admits by value.
     """
 
     def __init__(
@@ -80,6 +86,9 @@ class WriteBehind:
         flights: TierFlights,
         block_bytes: int,
         pool_share: int,
+        timer: Callable[[], float] = time.monotonic,
+        rates: Rates | None = None,
+        worth: Worth | None = None,
     ) -> None:
         self.dropped_objects = 0
         """Objects so far that were offered, admitted and not written."""
@@ -89,6 +98,9 @@ class WriteBehind:
         self._flights = flights
         self._block_bytes = block_bytes
         self._pool_share = pool_share
+        self._timer = timer
+        self._rates = rates
+        self._worth = worth
         self._queue: deque[_Entry] = deque()
         self._queued = 0
         """Objects in the queue."""
@@ -96,10 +108,13 @@ class WriteBehind:
         """Entries for which the tier is making room."""
         self._taken = 0
         """Blocks that are, or soon may be, pinned for writes."""
+        self._sent = 0
+        """Blocks of jobs that have not ended."""
         self._under_way: set[bytes] = set()
         """Keys of the objects that wait, or are being written."""
         self._there: _Recent[None] = _Recent()
         self._wanted_once: _Recent[None] = _Recent()
+        self._used_once: _Recent[None] = _Recent()
         self._tails: _Recent[TierObject] = _Recent()
         """Hash of the last block of an object shorter than a chunk -> the object, which the tier has."""
 
@@ -128,11 +143,19 @@ class WriteBehind:
             whole: the prefix's whole objects from its first on; may grow at its end.
             objects: whose blocks the pool has.
         """
-        for one in objects:
+        for one in self._valuable(whole, objects):
             if one.key in self._there:
                 self._replace_tails(hashes, one)
             elif one.key not in self._under_way and self._admits(one):
                 self._put(hashes, whole, one)
+
+    def used(self, objects: Sequence[TierObject]) -> None:
+        """Requests load these objects' blocks from the pool."""
+        if self._worth is not None:
+            fresh = [one.key for one in objects if one.key not in self._used_once]
+            self._worth.used(len(fresh))
+            for key in fresh:
+                self._used_once.put(key, None)
 
     def step(self) -> None:
         """Do what can be done: ask for room, and send jobs for what there is room for."""
@@ -180,10 +203,31 @@ class WriteBehind:
         return self.tier.healthy and not self._flights.stuck(self.tier.place)
 
     def _admits(self, one: TierObject) -> bool:
-        if self.tier.admission == "all" or one.key in self._wanted_once:
+        if self.tier.admission != "reused" or one.key in self._wanted_once:
             return True
         self._wanted_once.put(one.key, None)
         return False
+
+    def _valuable(self, whole: Sequence[TierObject], objects: Sequence[TierObject]) -> Sequence[TierObject]:
+        """The objects, and the prefix's before them that were not worth it alone, as far as they are worth it now."""
+        if self.tier.admission != "value" or self._worth is None or not objects:
+            return objects
+        before = whole[: objects[0].start // self._grid.chunk_blocks]
+        lacking = [one for one in (*before, *objects) if one.key not in self._there and one.key not in self._under_way]
+        if not lacking:
+            return objects
+        seen = all(one.key in self._wanted_once for one in objects)
+        for one in objects:
+            self._wanted_once.put(one.key, None)
+        admitted = self._worth.admits(
+            self.tier.name,
+            stop=objects[-1].start + objects[-1].blocks,
+            blocks=sum(one.blocks for one in lacking),
+            objects=len(objects),
+            waiting=self._queued / QUEUE_OBJECTS,
+            seen=seen,
+        )
+        return (*before, *objects) if admitted else ()
 
     def _put_back(self, entry: _Entry) -> None:
         """Queue again, before all others, what the tier was asked to make room for."""
@@ -251,9 +295,13 @@ class WriteBehind:
         objects = [one for one, _ in run]
         spans = [its for _, its in run]
         blocks = sum(one.blocks for one in objects)
+        begun, ahead = self._timer(), self._sent + blocks
 
         def landed(flight: TierFlight, count: int) -> None:
             self._taken -= blocks
+            self._sent -= blocks
+            if self._rates is not None and count == len(objects) and not flight.overdue:
+                self._rates.demoted(self.tier.name, ahead * self._block_bytes, self._timer() - begun)
             self._under_way.difference_update(one.key for one in objects)
             for its in spans:
                 self._index.unpin(its)
@@ -272,6 +320,7 @@ class WriteBehind:
         def late(flight: TierFlight) -> None:
             self.tier.failed(f"{len(objects)} objects were not written in time")
 
+        self._sent = ahead
         for its in spans:
             self._index.pin(its)
         before = objects[0].start // self._grid.chunk_blocks

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstream.jobs import Job, JobKind, RankInfo, Report, StepPlan
+from layerstream.measured import Measured
 from layerstream.metrics import TierTraffic, TransferStats
 
 

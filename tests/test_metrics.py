@@ -88,7 +88,7 @@ def test_line_of_bytes_without_a_time_gives_no_rate() -> None:
 def test_each_fault_is_said_alone(name: str) -> None:
     quiet = interval_line(CacheStats(), TransferStats(), pool_used=0, pool_slots=1)
     said = {
-        other: interval_line(CacheStats(**{other: 7}), TransferStats(), pool_used=0, pool_slots=1)
+        other: interval_line(CacheStats(**{other: 7}), TransferStats(), pool_used=0, pool_slots=1)  # type: ignore[arg-type]
         for other in ("dropped_blocks", "evicted_chunks", "expired_jobs")
     }
     assert said[name].startswith(quiet + ", 7 ")
@@ -116,7 +116,7 @@ def test_any_count_makes_traffic_true(name: str) -> None:
     assert not TierTraffic()
 
 
-@given(*(st.lists(st.integers(0, 1 << 40), min_size=3, max_size=3) for _ in range(2)))
+@given(*(st.lists(st.integers(0, 1 << 40), min_size=len(COUNT_FIELDS), max_size=len(COUNT_FIELDS)) for _ in range(2)))
 def test_counts_of_tiers_are_told_apart_field_by_field(old: list[int], more: list[int]) -> None:
     before = TierCounts(**dict(zip(COUNT_FIELDS, old, strict=True)))
     after = TierCounts(**{name: a + b for name, a, b in zip(COUNT_FIELDS, old, more, strict=True)})
@@ -132,11 +132,11 @@ def test_line_of_a_busy_interval_of_tiers() -> None:
         ),
         "lmcache": TierTraffic(read_objects=1, read_bytes=1_000_000),
     }  # fmt: skip
-    counts = TierCounts(promoted_blocks=80, fell_requests=5, dropped_objects=6)
+    counts = TierCounts(promoted_blocks=80, fell_requests=5, dropped_objects=6, passed_blocks=7)
     assert tiers_line(counts, traffic, ill=["mooncake", "lmcache"]) == (
         "LayerStream tiers: promoted 80 blocks; disk read 64.0 MB at 2.00 GB/s, wrote 16.0 MB at 1.00 GB/s, 1 missing, "
         "2 damaged, 3 refused, 4 failures; lmcache read 1.0 MB, wrote 0 B; 5 requests fell to misses; "
-        "6 objects not written; not asked at present: mooncake, lmcache"
+        "6 objects not written; 7 blocks computed instead; not asked at present: mooncake, lmcache"
     )
 
 

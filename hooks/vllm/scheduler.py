@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from layerstream.chooser import RateChooser
 from layerstream.coordinator import Coordinator
 from layerstream.decisions import FixedMode, LoadMode
 from layerstream.errors import ConfigError, GeometryError
@@ -19,7 +20,11 @@ from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.identity import PORTABLE_HASH_TOKENS
 from layerstream.jobs import ModelAccess, StepPlan
+from layerstream.measured import StepWork, attended
 from layerstream.metrics import TierTraffic, TransferStats, interval_line, tiers_line
+from layerstream.model_store import cache_dir
+from layerstream.rate_store import RateStore
+from layerstream.rates import Rates
 from layerstream.tiers.base import IndexSite
 from layerstream.tiers.client import TierClient
 from layerstream.tiers.portable_site import portable_site
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from layerstream.config import StreamConfig
+    from layerstream.decisions import Chooser, Decision
     from layerstream.identity import Namespace
     from layerstream.jobs import RankInfo
     from layerstream.tiering import Tiering
@@ -43,6 +49,8 @@ logger = init_logger("vllm.layerstream")
 
 LONGEST_STEP_S = 1.0
 """What one step may add to the age of a job."""
+STEPS_APART = 3
+"""Steps of one kind in a row from which on the time between two is that of such a step."""
 CLOSE_TIERS_S = 1.0
 """Seconds that a tier gets to let go of its end here."""
 
@@ -85,6 +93,15 @@ class SchedulerHalf:
         self._pool_grows = False
         """Whether some rank's pool is not ready as a whole."""
         self._coordinator: Coordinator | None = None
+        self._rates = Rates(
+            stages=vllm_config.parallel_config.pipeline_parallel_size,
+            step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+        self._rate_store: RateStore | None = None
+        self._computes_hit = False
+        """Whether the step being planned computes what could have been loaded."""
+        self._decode_steps = 0
+        """Steps in a row that only decoded."""
         self._tiers = parse_tiers(config.tiers)
         self._portable = any(spec.portable for spec in self._tiers)
         reason = unsupported(vllm_config, kv_cache_config)
@@ -105,7 +122,8 @@ class SchedulerHalf:
             chunk_blocks=self._chunk_blocks,
             block_tokens=block_tokens,
             world_size=self._world_size,
-            chooser=FixedMode(LoadMode.PARKED if config.load_mode == "parked" else LoadMode.LAYERWISE),
+            chooser=self._chooser(),
+            decided=self._decided,
             save_decode=config.save_decode,
             holds=self._holds,
             clock=lambda: self._seconds,
@@ -114,6 +132,15 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
+
+    def _chooser(self) -> Chooser:
+        if self._config.load_mode != "auto":
+            return FixedMode(LoadMode(self._config.load_mode))
+        return RateChooser(self._rates, recompute=self._config.recompute == "auto")
+
+    def _decided(self, decision: Decision) -> None:
+        self._rates.decided(decision)
+        self._computes_hit |= decision.reason == "recompute"
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """vLLM's block pool, for holds."""
@@ -161,9 +188,22 @@ class SchedulerHalf:
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         if self._portable:
             namespace = dataclasses.replace(namespace, hash_block_tokens=self._hash_tokens)
+        if self._rate_store is None:
+            self._open_rates(ranks, namespace)
         if self._tiers and self._coordinator.tiering is None:
             self._open_tiers(ranks, namespace, self._coordinator)
         self._log_start(ranks, namespace, self._coordinator)
+
+    def _open_rates(self, ranks: Sequence[RankInfo], namespace: Namespace) -> None:
+        """Begin with what a calibration and earlier runs found; of the ranks, the one that has most decides."""
+        self._rates.calibrated(max(ranks, key=lambda rank: rank.block_bytes).calibrated)
+        self._rate_store = RateStore(
+            self._rates,
+            cache_dir(),
+            machine=f"{len(ranks)} x {ranks[0].machine}",
+            model=namespace.digest(),
+            clock=time.monotonic,
+        )
 
     def _open_tiers(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
         """Let the coordinator use the tiers, unless what they would keep could not be told apart later.
@@ -195,6 +235,8 @@ class SchedulerHalf:
             block_bytes=max(rank.block_bytes for rank in ranks),
             block_hashes=self._block_tokens // self._hash_tokens if self._portable else 1,
             writes=self._saves,
+            rates=self._rates,
+            bring_all=self._config.recompute == "never",
         )
 
     def _site(self, ranks: Sequence[RankInfo], namespace: Namespace) -> IndexSite | None:
@@ -285,11 +327,15 @@ class SchedulerHalf:
         coordinator = self._coordinator
         if coordinator is None:
             return StepMetadata(None)
+        self._count_step(output, since=self._stepped_at)
         self._tick()
         if self._off is None and self._saves:
             self._observe(coordinator, output)
-        coordinator.stepped(len(output.num_scheduled_tokens))
+        coordinator.stepped(len(output.num_scheduled_tokens), self._rates.step_s)
         plan = coordinator.plan(forward=bool(output.num_scheduled_tokens))
+        if self._computes_hit or (plan is not None and plan.jobs):
+            plan = dataclasses.replace(plan or StepPlan(step=0), work=self._work(output))
+            self._computes_hit = False
         if self._config.sanitize:
             plan = dataclasses.replace(plan or StepPlan(step=0), model=self._model_access(output))
         if plan is not None and plan.gated:
@@ -298,7 +344,29 @@ class SchedulerHalf:
         metadata = StepMetadata(plan, frozenset(self._failed))
         self._failed.clear()
         self._log_interval()
+        if self._rate_store is not None:
+            self._rate_store.step()
         return metadata
+
+    def _count_step(self, output: SchedulerOutput, *, since: float) -> None:
+        """Learn how long a step that only decodes takes: from one to the next, once nothing else is under way."""
+        speculative = self._vllm_config.speculative_config
+        most = len(output.num_scheduled_tokens) * (1 if speculative is None else 1 + speculative.num_speculative_tokens)
+        # Two steps may be in flight, so the interval is the duration of one of the three before.
+        if self._decode_steps >= STEPS_APART:
+            self._rates.decoded(time.monotonic() - since)
+        self._decode_steps = self._decode_steps + 1 if 0 < output.total_num_scheduled_tokens <= most else 0
+
+    def _work(self, output: SchedulerOutput) -> StepWork | None:
+        """What the step computes; None if nothing, or if a request is not known."""
+        pairs = 0
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                return None
+            pairs += attended(scheduled, request.num_computed_tokens)
+        tokens = output.total_num_scheduled_tokens
+        return StepWork(tokens=tokens, pairs=pairs) if tokens else None
 
     def _observe(self, coordinator: Coordinator, output: SchedulerOutput) -> None:
         state = output.kv_connector_block_state
@@ -364,6 +432,7 @@ class SchedulerHalf:
         if not isinstance(meta, WorkerReport):
             return
         self._moved = self._moved.merge(meta.report.stats)
+        self._rates.learn(meta.report.measured)
         for place, traffic in meta.report.tiers.items():
             self._tier_traffic[place] = traffic.merge(self._tier_traffic.get(place, TierTraffic()))
         if meta.report.failed and self._off is None:
@@ -400,6 +469,8 @@ class SchedulerHalf:
         if tiering is not None:
             tiering.leave()
         self._log_interval(last=True)
+        if self._rate_store is not None:
+            self._rate_store.write()
         if tiering is not None:
             tiering.close(CLOSE_TIERS_S)
 

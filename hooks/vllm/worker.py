@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from layerstream.assembly import build_engine
+from layerstream.calibration import device_name
 from layerstream.errors import ConfigError, GeometryError
 from layerstream.graphs.mode import GateMode
 from layerstream.hooks.layer_gate import LayerGate
@@ -49,6 +52,7 @@ class WorkerHalf:
         self._config = config
         self._hooks_tell_layers = hooks_tell_layers(vllm_config)
         self._gate: LayerGate | None = None
+        self._machine = ""
         self._captures_waits = False
         """Whether graphs of the whole forward are to hold a wait for each layer."""
         self.engine: StreamEngine | None = None
@@ -82,6 +86,7 @@ class WorkerHalf:
             replicas=replicas(self._vllm_config, self._kv_cache_config),
             heads=self._heads(groups, tensors),
         )
+        self._machine = _machine_name(next(iter(kv_caches.values())).device)
         self._gate = LayerGate(self.engine, list(groups.layers))
         self._captures_waits = self._hooks_tell_layers and self.engine.in_graph is not None
 
@@ -117,6 +122,8 @@ class WorkerHalf:
             keeps=self.engine.writes,
             object_rank=0 if self.engine.mover is None else self.engine.mover.format.rank,
             portable=None if self.engine.mover is None else self.engine.mover.portable,
+            calibrated=self.engine.calibrated,
+            machine=self._machine,
         )
 
     def begin_step(self, plan: StepPlan | None) -> None:
@@ -173,3 +180,7 @@ class WorkerHalf:
         engine, self.engine, self._gate = self.engine, None, None
         if engine is not None and not engine.close(CLOSE_TIMEOUT_S):
             logger.warning("LayerStream: copies were still running %g s after shutdown began", CLOSE_TIMEOUT_S)
+
+
+def _machine_name(place: torch.device) -> str:
+    return f"{device_name(place)}, {os.cpu_count()} cores, {platform.processor() or platform.machine()}"

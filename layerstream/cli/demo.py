@@ -128,7 +128,7 @@ def _measure_on_screen(console: Console, *, prompt_tokens: int, pairs: int) -> F
             model,
             max_model_len=prompt_tokens + ANSWER_TOKENS,
             max_num_seqs=1,
-            options={"host_gib": 1, "trace_dir": traces},
+            options={"host_gib": 1, "recompute": "never", "trace_dir": traces},
         )
         try:
             return measure(engine, prompt_tokens=prompt_tokens, pairs=pairs, trace_dir=Path(traces), phase=phase)

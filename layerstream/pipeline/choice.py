@@ -13,16 +13,25 @@ if TYPE_CHECKING:
 class PathChoice:
     """One path for saves, and one for loads of each size."""
 
-    def __init__(self, *, loads: Sequence[tuple[int, TransferPath]], save: TransferPath) -> None:
+    def __init__(
+        self,
+        *,
+        loads: Sequence[tuple[int, TransferPath]],
+        save: TransferPath,
+        calibrated: Sequence[tuple[int, float]] = (),
+    ) -> None:
         """
         Args:
             loads: (blocks, path) in ascending order, the first with 0 blocks: from so many blocks on, loads take it.
             save: for all saves.
+            calibrated: (bytes, seconds) of loads of one layer, as they were measured.
         """
         self._limits = [blocks for blocks, _ in loads]
         self._loads = [path for _, path in loads]
         self.save = save
         """The path of every save."""
+        self.calibrated = tuple(calibrated)
+        """(Bytes, seconds) of loads of one layer, as they were measured on this device."""
 
     def load(self, blocks: int) -> TransferPath:
         """The path of a load of so many blocks."""

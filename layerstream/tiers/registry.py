@@ -22,7 +22,7 @@ _BUILT_IN = {
     "lmcache": "layerstream.tiers.lmcache.tier:LMCacheTier",
 }
 
-Admission = Literal["all", "reused"]
+Admission = Literal["all", "reused", "value"]
 LOOKUP_MS = 250.0
 
 
@@ -36,7 +36,7 @@ class TierSpec:
     write: bool
     """Whether objects are written to it, or only read."""
     admission: Admission
-    """What is written: all that is saved, or what was wanted a second time."""
+    """What is written: all that is saved, what was wanted a second time, or what measured rates say is worth it."""
     portable: bool = False
     """Whether objects are in canonical form (`layerstream.canonical`), for engines that lay KV out otherwise."""
     lookup_ms: float = LOOKUP_MS

@@ -43,7 +43,7 @@ class EngineLife:
             tiers: the option of that name.
             arguments: `options` of the connector beside `tiers`, and arguments of `LocalEngine`.
         """
-        options = {"log_interval_s": 0.01, **arguments.pop("options", {}), "tiers": list(tiers)}
+        options = {"log_interval_s": 0.01, "recompute": "never", **arguments.pop("options", {}), "tiers": list(tiers)}
         setup = {"model": str(model), "options": options, "arguments": {"max_model_len": 4096, **arguments}}
         reading, writing = os.pipe()
         self.log = log

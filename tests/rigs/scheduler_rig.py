@@ -100,7 +100,8 @@ class SchedulerRig:
             heads: KV heads of a rank.
             windows: for each KV cache group the tokens that attention sees; None: all. Layers take turns.
         """
-        options = {"sanitize": True, **options}
+        # How fast this machine is must not decide what is loaded.
+        options = {"sanitize": True, "recompute": "never", **options}
         self.block, self.heads, self.at_rank = block, heads, 0
         register()
         init_none_hash(sha256)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from layerstream.coordinator import Coordinator, Outcome
-from layerstream.decisions import FixedMode, LoadMode
+from layerstream.decisions import Chooser, Decision, FixedMode, LoadMode
 from layerstream.identity import object_key
 from layerstream.jobs import Job, JobKind, Report, TierJob, TierObject
+from layerstream.rates import Rates
 from layerstream.tiers.grid import ObjectGrid
 from tests.rigs.books import check_books, check_tiers_idle
 from tests.rigs.fake_tiers import FakeTier
@@ -63,6 +64,10 @@ class TieringRig:
         block_bytes: int = 1 << 20,
         writes: bool = True,
         tenant_share: float | None = None,
+        chooser: Chooser | None = None,
+        decided: Callable[[Decision], None] = lambda decision: None,
+        rates: Rates | None = None,
+        bring_all: bool = False,
     ) -> None:
         self.clock = Clock()
         self.tiers, self.world, self.slots = tiers, world, slots
@@ -70,17 +75,24 @@ class TieringRig:
             chunk_blocks=chunk_blocks,
             block_tokens=B,
             world_size=world,
-            chooser=FixedMode(LoadMode.PARKED if parked else LoadMode.LAYERWISE),
+            chooser=chooser or FixedMode(LoadMode.PARKED if parked else LoadMode.LAYERWISE),
             save_decode=save_decode,
             holds=NoHolds(),
             clock=self.clock,
             job_deadline_s=60.0,
             tenant_share=tenant_share,
+            decided=decided,
         )
-        self.coordinator.set_slots(slots)
+        self.coordinator.set_slots(slots, layers=32, block_bytes=block_bytes)
         if tiers:
             self.coordinator.use_tiers(
-                [tier.client for tier in tiers], namespace=NAMESPACE, block_bytes=block_bytes, writes=writes
+                [tier.client for tier in tiers],
+                namespace=NAMESPACE,
+                block_bytes=block_bytes,
+                writes=writes,
+                rates=rates,
+                bring_all=bring_all,
+                timer=self.clock,
             )
         self.grid = ObjectGrid(namespace=NAMESPACE, chunk_blocks=chunk_blocks)
         self.pools: list[dict[int, bytes]] = [{} for _ in range(world)]

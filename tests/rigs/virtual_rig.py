@@ -18,6 +18,7 @@ from layerstream.engine import StreamEngine
 from layerstream.host_pool import HostPool
 from layerstream.jobs import Job, JobKind, ModelAccess, Report, StepPlan
 from layerstream.kernels import reference
+from layerstream.measured import StepWork
 from layerstream.pipeline.choice import PathChoice
 from layerstream.pipeline.graph_load import GraphLoad
 from layerstream.pipeline.paged_cache import PagedCache, PageKernels
@@ -118,6 +119,7 @@ class VirtualRig:
         hooks: bool = True,
         released: Sequence[int] = (),
         between: Callable[[], object] = lambda: None,
+        work: StepWork | None = None,
     ) -> None:
         """One engine step, in the order of vLLM's calls.
 
@@ -128,12 +130,14 @@ class VirtualRig:
             hooks: whether this step's hooks run; a FULL graph runs none.
             released: parked loads of earlier steps that the forward waits for.
             between: called between any two submissions.
+            work: what the forward computes, if it is to be measured.
         """
         self.steps += 1
         plan = StepPlan(
             step=self.steps,
             jobs=jobs,
             released=tuple(released),
+            work=work,
             model=(ModelAccess(reads=tuple(reads), writes=tuple(writes)),),
         )
         self.engine.begin_step(plan)

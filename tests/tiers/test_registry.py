@@ -87,7 +87,7 @@ def test_names_are_unique_whatever_the_types_are_called() -> None:
         ({"type": "zzzzzzz"}, r"\[1\] \(zzzzzzz\): there is no such tier\. Installed: disk, "),
         ({"type": "memory", "write": 1}, r"\[1\]\['write'\] got 1; allowed: true or false"),
         ({"type": "memory", "portable": "yes"}, r"\[1\]\['portable'\] got 'yes'; allowed: true or false"),
-        ({"type": "memory", "admission": "some"}, r"\[1\]\['admission'\] got 'some'; allowed: all or reused"),
+        ({"type": "memory", "admission": "some"}, r"\[1\]\['admission'\] got 'some'; allowed: all or reused or value"),
         ({"type": "memory", "lookup_ms": 0}, r"\[1\]\['lookup_ms'\] got 0; allowed: a number > 0"),
         ({"type": "memory", "lookup_ms": True}, r"\[1\]\['lookup_ms'\] got True"),
         ({"type": "memory", "lookup_ms": "1"}, r"\[1\]\['lookup_ms'\] got '1'"),

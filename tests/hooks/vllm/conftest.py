@@ -14,6 +14,12 @@ from tests.rigs.scheduler_rig import BLOCK, SchedulerRig
 OPTIONS = {"host_gib": 0.002, "chunk_tokens": 4 * BLOCK, "staging_mib": 1}
 
 
+@pytest.fixture(autouse=True)
+def rates_are_kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test learns of this machine is not there for others."""
+    monkeypatch.setattr("layerstream.hooks.vllm.scheduler.cache_dir", lambda: tmp_path / "cache")
+
+
 @pytest.fixture
 def make_rig(tmp_path: Path) -> Iterator[Callable[..., SchedulerRig]]:
     """Makes engines of one model; see `SchedulerRig`."""

@@ -35,9 +35,12 @@ class Counters:
         coordinator = self._rig.connector.scheduler._coordinator
         assert coordinator is not None
         ours = coordinator.take_stats()
-        assert min(getattr(ours, field.name) for field in fields(ours)) >= 0
+        counts = {field.name: getattr(ours, field.name) for field in fields(ours)}
+        tables = {name: count for name, count in counts.items() if isinstance(count, dict)}
+        assert min(count for name, count in counts.items() if name not in tables) >= 0
+        assert all(count > 0 for table in tables.values() for count in table.values())
         assert ours.hit_tokens <= ours.queried_tokens
-        self.sums.update({field.name: getattr(ours, field.name) for field in fields(ours)})
+        self.sums.update({name: count for name, count in counts.items() if name not in tables})
         return stats
 
 

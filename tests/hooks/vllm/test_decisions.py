@@ -1,0 +1,163 @@
+"""Load or recompute under vLLM's scheduler: rates are measured, decided by, and kept.
+
+Copies and the model are made slow by sleeping, several times slower than the other, so the outcome is no race.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerstream.rates import LOAD, PREFILL, Rates
+from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
+
+PROMPT = prompt(6 * BLOCK + 4)
+HIT = 6 * BLOCK
+SLOW_COPY_S = 0.03
+"""Of each layer."""
+SLOW_TOKEN_S = 0.0004
+"""Of each token in each layer."""
+FAST_TOKEN_S = 0.0001
+
+
+class TimedRig(SchedulerRig):
+    """Its model takes a while for each token."""
+
+    token_s = FAST_TOKEN_S
+    copy_s = 0.0
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        options = {"sanitize": False, "recompute": "auto", **arguments.pop("options", {})}
+        super().__init__(folder, options=options, prefix_caching=False, **arguments)
+        for worker in self.workers:
+            engine: Any = worker.worker.engine
+            path = engine._paths.load(1)
+            kernels = path._kernels
+            path._kernels = kernels._replace(
+                scatter_pages=self._slowed(kernels.scatter_pages), scatter_layers=self._slowed(kernels.scatter_layers)
+            )
+
+    def _slowed(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        def slow(*args: Any, **kwargs: Any) -> None:
+            time.sleep(self.copy_s)
+            kernel(*args, **kwargs)
+
+        return slow
+
+    def _write(self, cache: Any, layer: int, name: str, scheduled: int) -> None:
+        time.sleep(self.token_s * scheduled)
+        super()._write(cache, layer, name, scheduled)
+
+    @property
+    def rates(self) -> Rates:
+        rates = self.connector.scheduler._rates
+        assert isinstance(rates, Rates)
+        return rates
+
+    @property
+    def decisions(self) -> dict[str, int]:
+        coordinator = self.connector.scheduler._coordinator
+        assert coordinator is not None
+        return dict(coordinator._stats.decisions)
+
+    def serve_until(self, reason: str, *, most: int = 200) -> int:
+        """Serve the prompt again and again until a hit is decided about for this reason; returns how often."""
+        for times in range(1, most):
+            before = self.decisions.get(reason, 0)
+            hit = self.serve(f"{reason}-{time.monotonic_ns()}", PROMPT)
+            if self.decisions.get(reason, 0) > before:
+                self.last_hit = hit
+                return times
+        raise AssertionError(f"never decided for {reason!r}: {self.decisions}")
+
+
+@pytest.fixture
+def make_timed_rig(make_rig: Callable[..., Any]) -> Callable[..., TimedRig]:
+    return lambda **arguments: make_rig(TimedRig, **arguments)
+
+
+def slow_link(rig: TimedRig) -> None:
+    """Serve until hits are computed, since loads are slow."""
+    rig.copy_s = SLOW_COPY_S
+    assert rig.serve("cold", PROMPT) == 0
+    rig.serve_until("recompute")
+    assert rig.last_hit == 0
+    assert rig.rates.line(LOAD) is not None and rig.rates.line(PREFILL) is not None
+    assert set(rig.decisions) == {"unknown_rates", "recompute"}
+
+
+def test_a_load_slower_than_computing_is_computed_and_found_again_when_it_became_fast(
+    make_timed_rig: Callable[..., TimedRig],
+) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0})
+    slow_link(rig)
+    rig.copy_s = 0.0
+    rig.serve_until("load")
+    assert rig.last_hit == HIT
+    assert rig.decisions["trial"] >= 1
+
+
+def test_a_model_that_became_slower_than_loading_is_found_out_while_hits_are_computed(
+    make_timed_rig: Callable[..., TimedRig],
+) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0})
+    slow_link(rig)
+    rig.token_s = 10 * FAST_TOKEN_S
+    assert rig.serve_until("load") < 20
+    assert rig.last_hit == HIT and "trial" not in rig.decisions
+
+
+def test_a_load_faster_than_computing_is_loaded(make_timed_rig: Callable[..., TimedRig]) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0})
+    rig.token_s = SLOW_TOKEN_S
+    assert rig.serve("cold", PROMPT) == 0
+    rig.serve_until("load")
+    assert rig.last_hit == HIT
+    assert set(rig.decisions) == {"unknown_rates", "load"}
+
+
+@pytest.mark.parametrize("options", [{"recompute": "never"}, {"load_mode": "layerwise"}, {"load_mode": "parked"}])
+def test_it_is_loaded_however_slow_that_is_if_so_asked_for(
+    make_timed_rig: Callable[..., TimedRig], options: dict[str, Any]
+) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0, **options})
+    rig.copy_s = SLOW_COPY_S
+    rig.serve("cold", PROMPT)
+    for number in range(20):
+        assert rig.serve(f"{number}", PROMPT) == HIT
+    assert set(rig.decisions) == ({"unknown_rates", "load"} if "recompute" in options else {"fixed"})
+
+
+def test_what_was_learned_is_there_for_the_next_engine(make_timed_rig: Callable[..., TimedRig]) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0})
+    rig.copy_s = SLOW_COPY_S
+    rig.serve("cold", PROMPT)
+    rig.serve_until("recompute")
+    rig.close()
+    again = make_timed_rig(options={"log_interval_s": 0})
+    assert again.rates.line(LOAD) is not None and again.rates.line(PREFILL) is not None
+    again.serve("cold", PROMPT)
+    assert again.serve("warm", PROMPT) == 0
+    assert again.decisions == {"recompute": 1}
+
+
+def test_steps_tell_ranks_what_they_compute_only_if_there_are_jobs(make_timed_rig: Callable[..., TimedRig]) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0})
+    rig.add("a", PROMPT, max_tokens=4)
+    plans = []
+    while rig.scheduler.has_requests():
+        plans.append(rig.step().kv_connector_metadata.plan)
+    works = [plan.work for plan in plans if plan is not None and plan.jobs]
+    assert [(work.tokens, work.pairs) for work in works] == [(100, 100 * 101 // 2)]
+
+
+def test_a_decode_step_is_timed_once_others_like_it_came_before(make_timed_rig: Callable[..., TimedRig]) -> None:
+    rig = make_timed_rig(options={"log_interval_s": 0, "save_decode": False})
+    rig.token_s = 0.01
+    rig.serve("a", PROMPT[:4], max_tokens=12)
+    step_s = rig.rates.step_s
+    assert step_s is not None and step_s >= 0.03
