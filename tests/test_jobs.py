@@ -142,6 +142,7 @@ def test_no_field_of_a_report_is_lost_in_merging(name: str) -> None:
         "ready_slots": {0: 6},
         "moved": {5: (1, 7)},
         "tiers": {0: TierTraffic(read_objects=2)},
+        "measured": Measured(saves=[("staged", 8, 0.5)]),
         "stats": TransferStats(save_bytes=5),
     }[name]
     full = Report(**{name: value})  # type: ignore[arg-type]

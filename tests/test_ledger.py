@@ -54,12 +54,15 @@ def test_seconds_of_a_save_are_summed_over_its_parts() -> None:
         blocks=1,
         nbytes=64,
         parts=[SimpleNamespace(begun=0.0, done=1.0), SimpleNamespace(begun=2.0, done=5.0)],
+        path_name="staged",
+        busy_seconds=lambda device: 5.0,
         released=lambda: False,
         finished=lambda: True,
     )
     ledger.add([transfer])
     report = ledger.poll()
     assert report is not None
+    assert report.measured.saves == [("staged", 64, 5.0)]
     assert (report.done, report.stats.save_seconds, report.stats.save_bytes) == ({1: 1}, 4.0, 64)
 
 
