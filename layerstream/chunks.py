@@ -10,8 +10,8 @@ class Chunk:
     """One slot and the blocks in it. Compared by identity; only the index changes it."""
 
     __slots__ = (
-        "at", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "ready", "slot", "tenant",
-        "used", "writers",
+        "at", "brought", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "ready", "slot",
+        "tenant", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int, tenant: str | None) -> None:
@@ -22,6 +22,8 @@ class Chunk:
         """Number of leading blocks that are published."""
         self.landed: dict[int, int] | None = None
         """start -> stop of blocks that are complete, but behind blocks that are not."""
+        self.brought: dict[int, str] | None = None
+        """Position of a block that no load has read since it was brought from a tier -> name of the tier."""
         self.pins = 0
         """Loads that read the slot."""
         self.writers = 0

@@ -10,15 +10,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from layerstream.decisions import Decision, LoadCase, LoadMode
 from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
-from layerstream.index import PrefixIndex, Span, joined_runs
+from layerstream.index import IndexListener, PrefixIndex, Span, joined_runs
 from layerstream.jobs import GroupBlocks, JobKind, Report, StepPlan
-from layerstream.metrics import CacheStats
+from layerstream.metrics import CacheStats, add_count
 from layerstream.ready_slots import ReadySlots
 from layerstream.tiering import Tiering
 
@@ -79,6 +79,8 @@ class _Request:
     """Whose share of the pool its blocks count for."""
     parked_in: int | None = None
     """Epoch in which its parked load began, until the admission that starts with what was loaded."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Where the blocks of its last load came from -> how many."""
 
 
 class Coordinator:
@@ -140,8 +142,8 @@ class Coordinator:
         self._failed: list[str] = []
         """Parked requests to be named in the next outcome."""
         self._stats = CacheStats()
-        self._evicted = 0
-        """Evictions that earlier statistics told of."""
+        self._told = CacheStats()
+        """What `take_stats` told of."""
         self.tiering: Tiering | None = None
         """What keeps blocks beneath the host pool; None without tiers."""
 
@@ -159,6 +161,21 @@ class Coordinator:
     def pool_used(self) -> int:
         """Slots of the host pool that are not free."""
         return self._index.used if self._index is not None else 0
+
+    @property
+    def pool_pinned(self) -> int:
+        """Slots of the host pool that hold what loads or writes to tiers read, or requests are waiting to load."""
+        return self._index.pinned if self._index is not None else 0
+
+    @property
+    def jobs_in_flight(self) -> Mapping[JobKind, int]:
+        """Jobs between host pool and engine that some rank has not answered for, those given up not included."""
+        return self._flights.counts
+
+    @property
+    def overdue_jobs(self) -> int:
+        """Jobs that were given up and not answered for by every rank yet."""
+        return self._flights.overdue_jobs
 
     @property
     def pending(self) -> bool:
@@ -279,6 +296,10 @@ class Coordinator:
         """
         self._running, self._step_s = running, step_s
 
+    def listen(self, listener: IndexListener) -> None:
+        """Tell `listener` what the host pool comes to hold and loses. To be called after `set_slots`."""
+        self._pool().listener = listener
+
     def match(
         self,
         request_id: str,
@@ -379,20 +400,27 @@ class Coordinator:
         stop = (local_tokens + external_tokens) // self._block_tokens
         decision = self._decisions.pop(request_id, None)
         if external_tokens > 0:
-            self._load(request_id, hashes, tables, local, stop, decision)
+            request.sources = self._load(request_id, hashes, tables, local, stop, decision)
             request.parked_in = self.epoch if decision is not None and decision.mode is LoadMode.PARKED else None
         if decision is not None:
-            decisions = self._stats.decisions
-            decisions[decision.reason] = decisions.get(decision.reason, 0) + 1
+            add_count(self._stats.decisions, decision.reason)
             if self._decided is not None:
                 self._decided(decision)
         if first:
             self._stats.queried_tokens += max(0, num_tokens - local_tokens)
             self._stats.hit_tokens += external_tokens
+            for source, blocks in request.sources.items():
+                add_count(self._stats.hit_tokens_from, source, blocks * self._block_tokens)
+                add_count(self._stats.hit_requests_from, source)
         if self._index is not None:
             self._index.touch(hashes, stop)
         if self.tiering is not None:
             self.tiering.admitted(request_id, hashes, stop if external_tokens > 0 else 0)
+
+    def hit_sources(self, request_id: str) -> Mapping[str, int]:
+        """Where the tokens of a request's last load came from (`CacheStats.hit_tokens_from`) -> how many of them."""
+        request = self._requests.get(request_id)
+        return {} if request is None else {key: n * self._block_tokens for key, n in request.sources.items()}
 
     def observe(
         self,
@@ -556,11 +584,16 @@ class Coordinator:
 
     def take_stats(self) -> CacheStats:
         """Counts since the last call."""
-        stats, self._stats = self._stats, CacheStats()
+        since = self.stats.minus(self._told)
+        self._told = self._told.merge(since)
+        return since
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counts since the start, for who takes none away. The object goes on counting."""
         if self._index is not None:
-            stats.evicted_chunks = self._index.evicted - self._evicted
-            self._evicted = self._index.evicted
-        return stats
+            self._stats.evicted_chunks, self._stats.returned_chunks = self._index.evicted, self._index.returned
+        return self._stats
 
     def _due(self, request: _Request) -> int:
         return (request.cursor + 1) * self._block_tokens if request.cursor < request.limit else _NEVER
@@ -577,7 +610,8 @@ class Coordinator:
         start: int,
         stop: int,
         decision: Decision | None,
-    ) -> None:
+    ) -> dict[str, int]:
+        """Make the job of a load; where its blocks came from -> how many."""
         spans = self._index.locate(hashes, start, stop) if self._index is not None else None
         given = min(map(len, tables))
         if given < stop:
@@ -610,6 +644,7 @@ class Coordinator:
             )
         else:
             self._send(JobKind.LOAD, request_id, ids, spans)
+        return self._pool().take_sources(spans)
 
     def _send(
         self,
@@ -639,6 +674,7 @@ class Coordinator:
         pool, job = self._pool(), flight.job
         if job.kind is JobKind.SAVE:
             if flight.failed:
+                self._stats.failed_saves += 1
                 logger.warning(
                     "LayerStream: %d blocks of request %s were not saved: a rank failed, or they held no valid KV",
                     len(job.block_ids), job.request_id,
@@ -653,6 +689,7 @@ class Coordinator:
             return
         pool.unpin(flight.spans)
         self._queued_bytes -= sum(span.hi - span.lo for span in flight.spans) * self._block_bytes
+        self._stats.failed_loads += flight.failed
         if job.kind is JobKind.PARKED_LOAD:
             self._holds.release(job.all_block_ids)
             if not (flight.overdue or flight.released):

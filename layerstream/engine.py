@@ -232,7 +232,7 @@ class StreamEngine:
         submitted = self.device.event()
         compute.record(submitted)
         if gated is not None:
-            gated.submitted = submitted
+            gated.submitted, gated.layerwise = submitted, layerwise
             if table is not None and self._graph_load is not None:
                 self._submit_graph(self._graph_load, gated, table, submitted)
             else:

@@ -257,7 +257,7 @@ class Fetch:
             books.absent(tier.place, flight.job.objects[objects:])
         for its in good:
             # Of a job that was given up, or that lies behind a gap, this publishes nothing: its spans are abandoned.
-            books.blocks += index.publish(its)
+            books.blocks += index.publish(its, source=tier.name)
         for its in bad:
             index.abandon(its)
             index.retire(its)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Flights:
     def __init__(self, *, world_size: int, clock: Callable[[], float], deadline_s: float) -> None:
         self.world_size = world_size
         self.deadline_s = deadline_s
+        self.counts: Counter[JobKind] = Counter()
+        """Jobs of each kind that are due."""
         self._clock = clock
         self._due: dict[int, Flight] = {}
         self._overdue: dict[int, Flight] = {}
@@ -67,6 +70,11 @@ class Flights:
     def released(self) -> tuple[int, ...]:
         """Jobs that were released and that not every rank has ended, given up or not."""
         return tuple(self._released)
+
+    @property
+    def overdue_jobs(self) -> int:
+        """How many were given up and not answered for by every rank yet."""
+        return len(self._overdue)
 
     def add(
         self,
@@ -100,6 +108,7 @@ class Flights:
         )
         self._due[job.job_id] = flight = Flight(job=job, spans=spans, wanted=wanted)
         self._outbox.append(flight)
+        self.counts[kind] += 1
         return job
 
     def depart(self) -> tuple[Job, ...]:
@@ -124,6 +133,7 @@ class Flights:
         for flight in late:
             flight.overdue = True
             self._overdue[flight.job.job_id] = self._due.pop(flight.job.job_id)
+            self.counts[flight.job.kind] -= 1
         return late
 
     def answer(self, report: Report) -> list[Flight]:
@@ -139,6 +149,7 @@ class Flights:
                 if flight.answers >= self.world_size:
                     (self._overdue if flight.overdue else self._due).pop(job_id)
                     self._released.pop(job_id, None)
+                    self.counts[flight.job.kind] -= not flight.overdue
                     ended.append(flight)
         return ended
 

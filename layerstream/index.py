@@ -13,13 +13,29 @@ then it counts for the tenant that it was taken for, where tenants have shares (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from layerstream.chunks import Chunk, Lookup, Span
+from layerstream.ghosts import Ghosts
+from layerstream.metrics import HOST, add_count
 from layerstream.policies import LRU, EvictionPolicy
 from layerstream.slots import SlotAllocator
 from layerstream.tenants import Tenants
 
-__all__ = ["Chunk", "PrefixIndex", "Span", "joined_runs"]
+__all__ = ["Chunk", "IndexListener", "PrefixIndex", "Span", "joined_runs"]
+
+
+class IndexListener(Protocol):
+    """Is told what the index comes to hold, and what it loses, block by block."""
+
+    def reserved(self, hashes: Sequence[bytes]) -> None:
+        """These blocks are indexed, and being written."""
+
+    def published(self, hashes: Sequence[bytes]) -> None:
+        """These blocks, consecutive ones of a prefix, are hits."""
+
+    def dropped(self, hashes: Sequence[bytes], published: int) -> None:
+        """These blocks are not indexed any more; the first `published` of them were hits."""
 
 
 class PrefixIndex:
@@ -46,6 +62,12 @@ class PrefixIndex:
         self.chunk_blocks = chunk_blocks
         self.evicted = 0
         """Chunks evicted so far."""
+        self.pinned = 0
+        """Chunks that loads read at this moment, or that somebody keeps for a load."""
+        self.returned: dict[str, int] = {}
+        """One of `layerstream.ghosts.SIZES` -> evicted chunks so far that came back and that such a pool would have."""
+        self.listener: IndexListener | None = None
+        self._ghosts = Ghosts()
         self._heads: dict[bytes, Chunk] = {}
         self._lookup = Lookup(self._heads, chunk_blocks)
         self._slots = SlotAllocator(slots)
@@ -108,6 +130,7 @@ class PrefixIndex:
     def pin(self, spans: Iterable[Span]) -> None:
         """A load reads these blocks: their chunks stay until as many `unpin` have come."""
         for chunk, _, _ in spans:
+            self.pinned += not chunk.pins
             chunk.pins += 1
             self._settle(chunk)
 
@@ -116,7 +139,25 @@ class PrefixIndex:
         for chunk, _, _ in spans:
             assert chunk.pins > 0, f"slot {chunk.slot} was unpinned more often than pinned"
             chunk.pins -= 1
+            self.pinned -= not chunk.pins
             self._settle(chunk)
+
+    def take_sources(self, spans: Iterable[Span]) -> dict[str, int]:
+        """Where these published blocks, which a load is about to read, came from -> how many of them.
+
+        A block that was brought from a tier counts for it at its first load, and for the host pool at every later one.
+        """
+        sources: dict[str, int] = {}
+        for chunk, lo, hi in spans:
+            left = hi - lo
+            if (brought := chunk.brought) is not None:
+                for block in brought.keys() & range(lo, hi):
+                    add_count(sources, brought.pop(block))
+                    left -= 1
+                chunk.brought = brought or None
+            if left:
+                add_count(sources, HOST, left)
+        return sources
 
     def reserve(
         self, hashes: Sequence[bytes], start: int, stop: int, *, tenant: str | None = None
@@ -152,6 +193,8 @@ class PrefixIndex:
         spans: list[Span] = []
         if parent is not None and grown:
             parent.hashes.extend(hashes[start : start + grown])
+            if self.listener is not None:
+                self.listener.reserved(hashes[start : start + grown])
             spans.append(Span(parent, at, at + grown))
             at += grown
         firsts = range(start + grown, stop, self.chunk_blocks)
@@ -166,8 +209,12 @@ class PrefixIndex:
             self._policy.touch(spans[-1].chunk)
         return spans
 
-    def publish(self, spans: Iterable[Span]) -> int:
+    def publish(self, spans: Iterable[Span], *, source: str | None = None) -> int:
         """Every rank's bytes of these reserved spans are in place. They are hits once those before them are too.
+
+        Args:
+            spans: as `reserve` gave them.
+            source: name of the tier that they came from; None if the engine computed them.
 
         Returns:
             Blocks that count; less than all if some were abandoned or forgotten meanwhile.
@@ -177,6 +224,8 @@ class PrefixIndex:
             if hi <= len(chunk.hashes):
                 blocks += hi - lo
                 chunk.landed = {**(chunk.landed or {}), lo: hi}
+                if source is not None:
+                    chunk.brought = {**(chunk.brought or {}), **dict.fromkeys(range(lo, hi), source)}
                 self._advance(chunk)
             self._end_write(chunk)
         return blocks
@@ -198,7 +247,10 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget every block. What is being written is never published; slots in use stay until their users end."""
         idle: list[Chunk] = []
+        self._ghosts.clear()
         for chunk in self._heads.values():
+            if self.listener is not None:
+                self.listener.dropped(chunk.hashes, chunk.ready)
             self._policy.discard(chunk)
             chunk.live = False
             chunk.hashes = []
@@ -216,6 +268,10 @@ class PrefixIndex:
         assert hashes[0] not in self._heads, "a block that is indexed was reserved again"
         chunk = Chunk(slot, hashes, parent, at, tenant)
         self._heads[hashes[0]] = chunk
+        if self.listener is not None:
+            self.listener.reserved(hashes)
+        if (size := self._ghosts.returned(hashes[0], self.slots)) is not None:
+            add_count(self.returned, size)
         if parent is not None:
             chunk.place = len(parent.children)
             parent.children.append(chunk)
@@ -236,6 +292,7 @@ class PrefixIndex:
             self._settle(keep)
         victims = self._victims(max(own, count - self._slots.free), own, tenant)
         for chunk in victims or ():
+            self._ghosts.evicted(chunk.hashes[0], self.slots)
             self._drop(chunk)
             self.evicted += 1
         if keep is not None:
@@ -281,12 +338,16 @@ class PrefixIndex:
         if length == 0:
             self._drop(chunk)
             return
+        if self.listener is not None:
+            self.listener.dropped(chunk.hashes[length:], max(0, chunk.ready - length))
         del chunk.hashes[length:]
         chunk.closed = True
 
     def _drop(self, chunk: Chunk) -> None:
         """Take a chunk without children out of the index; its slot is free once nobody uses it."""
         del self._heads[chunk.hashes[0]]
+        if self.listener is not None:
+            self.listener.dropped(chunk.hashes, chunk.ready)
         parent, chunk.parent = chunk.parent, None
         if parent is not None:
             last = parent.children.pop()
@@ -305,8 +366,11 @@ class PrefixIndex:
         for chunk in queue:
             if not chunk.landed or (chunk.parent is not None and chunk.parent.ready < chunk.at):
                 continue
+            before = chunk.ready
             while (ready := chunk.landed.pop(chunk.ready, None)) is not None:
                 chunk.ready = ready
+            if self.listener is not None and chunk.ready > before:
+                self.listener.published(chunk.hashes[before : chunk.ready])
             chunk.landed = chunk.landed or None
             queue.extend(chunk.children)
 

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from layerstream.measured import Measured, StepWork
-from layerstream.metrics import TierTraffic, TransferStats
+from layerstream.metrics import LoadTimes, TierTraffic, TransferStats
 
 
 class JobKind(enum.IntEnum):
@@ -178,6 +178,8 @@ class Report:
     stats: TransferStats = field(default_factory=TransferStats)
     measured: Measured = field(default_factory=Measured)
     """How long single forwards, loads and saves took."""
+    loads: tuple[LoadTimes, ...] = ()
+    """Of the loads that `stats` counts, in no order."""
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report; returns a new one."""
@@ -204,6 +206,7 @@ class Report:
             tiers=tiers,
             stats=self.stats.merge(other.stats),
             measured=self.measured.merge(other.measured),
+            loads=self.loads + other.loads,
         )
 
 

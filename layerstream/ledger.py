@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from layerstream.errors import TransferError
 from layerstream.jobs import Job, JobKind, Report, TierJob
 from layerstream.measured import Measured
-from layerstream.metrics import TransferStats
+from layerstream.metrics import LoadTimes, TransferStats
 from layerstream.ranges import layers_label
 from layerstream.timeline import LayerTimes, Timeline
 
@@ -47,6 +47,7 @@ class Ledger:
         self._elsewhere = Report()
         """Jobs that other ranks do for this one."""
         self._stats = TransferStats()
+        self._loads: list[LoadTimes] = []
         self._told_slots = pool.ready_slots
         """Slots of the pool that the scheduler half knows to be ready."""
 
@@ -111,6 +112,7 @@ class Ledger:
             return None
         report.stats, self._stats = self._stats, TransferStats()
         report.measured, self._measured = self._measured, Measured()
+        report.loads, self._loads = tuple(self._loads), []
         return report
 
     def _timed(self, forward: Forward) -> bool:
@@ -139,12 +141,15 @@ class Ledger:
         self._measured.loads.append((transfer.path_name, transfer.nbytes, transfer.exposed_seconds(self._device)))
         # Where compute has not reached a gate of a parked load when all has arrived, nothing waits there.
         gates = [part.gate for part in transfer.parts if part.gate and part.gate[1].done()]
+        stall: float | None = None
         if (transfer.kind is JobKind.LOAD or gates) and not transfer.in_graph:
+            stall = sum(self._device.elapsed(*gate) for gate in gates)
             stats.gated_load_seconds += seconds
-            stats.stall_seconds += sum(self._device.elapsed(*gate) for gate in gates)
+            stats.stall_seconds += stall
             # The events of a load submitted as one graph have no times.
             if self._trace_dir is not None and transfer.kind is JobKind.LOAD and transfer.ended is None:
                 self._write_timeline(transfer, self._trace_dir)
+        self._loads.append(LoadTimes(transfer.mode, seconds, stall))
 
     def _write_timeline(self, transfer: Transfer, folder: Path) -> None:
         try:

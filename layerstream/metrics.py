@@ -8,6 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+HOST = "host"
+"""What the host pool is called where tiers are told apart."""
+LOAD_MODES = ("layerwise", "whole", "in_graph", "parked")
+"""How a load was waited for: at each layer's hook; before the forward, whose hooks do not run; inside a FULL graph; by
+its request alone."""
+
+
+class LoadTimes(NamedTuple):
+    """One step's loads of one kind on one rank, which travel together."""
+
+    mode: str
+    """One of `LOAD_MODES`."""
+    seconds: float
+    """In which at least one of their layers travelled."""
+    stall_seconds: float | None
+    """For which the compute stream waited at their gates; None if nobody can time that, or nothing waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +82,15 @@ class TierTraffic:
     """Objects that arrived with wrong bytes; they are removed."""
     refused_objects: int = 0
     """Objects that the tier did not take: it is full, or somebody else is writing them."""
-    failures: int = 0
-    """Jobs that ended in an error of the tier."""
+    read_failures: int = 0
+    """Reading jobs that ended in an error of the tier."""
+    write_failures: int = 0
+    """Writing jobs that ended in an error of the tier."""
+
+    @property
+    def failures(self) -> int:
+        """Jobs that ended in an error of the tier."""
+        return self.read_failures + self.write_failures
 
     def merge(self, other: TierTraffic) -> TierTraffic:
         """Field-wise sum; returns a new object."""
@@ -98,7 +123,7 @@ class TierCounts:
 
 @dataclass(slots=True, kw_only=True)
 class CacheStats:
-    """Counts of the scheduler half since the last line."""
+    """Counts of the scheduler half."""
 
     queried_tokens: int = 0
     """Tokens of prompts that were asked about and not already in vLLM's own cache, counted once per request."""
@@ -111,11 +136,46 @@ class CacheStats:
     evicted_chunks: int = 0
     expired_jobs: int = 0
     """Jobs whose report did not come by the deadline."""
+    failed_loads: int = 0
+    """Loads that some rank gave up."""
+    failed_saves: int = 0
+    """Saves that some rank gave up, or whose blocks held no valid KV."""
+    hit_tokens_from: dict[str, int] = field(default_factory=dict)
+    """`HOST`, or name of the tier that the blocks were brought from for this load -> its part of `hit_tokens`."""
+    hit_requests_from: dict[str, int] = field(default_factory=dict)
+    """The same for requests; one whose hit has several sources counts for each."""
     decisions: dict[str, int] = field(default_factory=dict)
-    """Reason (`layerstream.decisions.REASONS`) -> hits about which it was decided so."""
+    """One of `layerstream.decisions.REASONS` -> hits about which it was made."""
+    returned_chunks: dict[str, int] = field(default_factory=dict)
+    """One of `layerstream.ghosts.SIZES` -> evicted chunks that came back and that a pool so many times larger would
+    still have had."""
+
+    def merge(self, other: CacheStats) -> CacheStats:
+        """Sum, field by field and entry by entry; returns a new object."""
+        return self._with(other, 1)
+
+    def minus(self, other: CacheStats) -> CacheStats:
+        """Difference, field by field and entry by entry; entries that are 0 are left out. Returns a new object."""
+        return self._with(other, -1)
+
+    def _with(self, other: CacheStats, sign: int) -> CacheStats:
+        result = CacheStats()
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, dict):
+                sums = {key: mine.get(key, 0) + sign * theirs.get(key, 0) for key in {**mine, **theirs}}
+                setattr(result, each.name, {key: value for key, value in sums.items() if value})
+            else:
+                setattr(result, each.name, mine + sign * theirs)
+        return result
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) for f in fields(self))
+
+
+def add_count(counts: dict[str, int], key: str, count: int = 1) -> None:
+    """Add to one entry of a table of counts."""
+    counts[key] = counts.get(key, 0) + count
 
 
 def _rate(nbytes: int, seconds: float) -> str:

@@ -113,6 +113,11 @@ class Promotions:
         self._leases: deque[tuple[float, _Wanted]] = deque()
         """When blocks pinned for a settled prefix may be evicted."""
 
+    @property
+    def waiting_requests(self) -> int:
+        """Requests for which tiers were asked and that were not admitted yet."""
+        return len(self._requests)
+
     def must_wait(
         self,
         request_id: str,

@@ -50,6 +50,8 @@ class TierFlights:
         self._overdue: Counter[int] = Counter()
         """Place of a tier -> its jobs that are overdue."""
         self._last_job = 0
+        self.counts: Counter[JobKind] = Counter()
+        """Jobs of each kind that not every rank has ended."""
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -95,6 +97,7 @@ class TierFlights:
         flight = TierFlight(job=job, spans=spans, landed=landed, late=late, deadline=self._clock() + deadline_s)
         self._flights[job.job_id] = flight
         self._outbox.append(flight)
+        self.counts[kind] += 1
         return flight
 
     def depart(self) -> tuple[TierJob, ...]:
@@ -134,6 +137,7 @@ class TierFlights:
 
     def _end(self, flight: TierFlight, objects: int) -> None:
         del self._flights[flight.job.job_id]
+        self.counts[flight.job.kind] -= 1
         if flight.overdue:
             self._overdue[flight.job.tier] -= 1
             if not self._overdue[flight.job.tier]:

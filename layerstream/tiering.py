@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from layerstream.demotions import Demotions
@@ -17,9 +17,10 @@ from layerstream.worth import Worth
 
 if TYPE_CHECKING:
     from layerstream.index import PrefixIndex
-    from layerstream.jobs import Report, TierJob
+    from layerstream.jobs import JobKind, Report, TierJob
     from layerstream.rates import Rates
     from layerstream.tiers.client import TierClient
+    from layerstream.write_behind import TierListener
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,11 @@ class Tiering:
         """
         return self._flights.departing or self.demotions.busy
 
+    def listen(self, listener: TierListener) -> None:
+        """Tell `listener` of the tiers that are written to and tell what leaves them."""
+        for queue in self.demotions.queues:
+            queue.listener = listener if queue.tier.tells_gone else None
+
     def admitted(self, request_id: str, hashes: Sequence[bytes], blocks: int) -> None:
         """A request was admitted, and loads its blocks up to `blocks` from the host pool if that is not 0."""
         self.promotions.let_go(request_id)
@@ -148,14 +154,23 @@ class Tiering:
         """The engine serves no more: what waits to be written is dropped, and counted."""
         self.demotions.stop()
 
-    def take_counts(self) -> TierCounts:
-        """Counts since the last call."""
-        counts = TierCounts(
+    @property
+    def jobs_in_flight(self) -> Mapping[JobKind, int]:
+        """Jobs between tiers and host pool that not every rank has ended."""
+        return self._flights.counts
+
+    def counts(self) -> TierCounts:
+        """Counts since the start."""
+        return TierCounts(
             promoted_blocks=self.fetches.blocks,
             fell_requests=self.promotions.fell_requests,
             dropped_objects=self.demotions.dropped_objects,
             passed_blocks=self.promotions.passed_blocks,
         )
+
+    def take_counts(self) -> TierCounts:
+        """Counts since the last call."""
+        counts = self.counts()
         since = counts.minus(self._told)
         self._told = counts
         return since

@@ -90,6 +90,8 @@ class Transfer:
     """Parked loads: the layer after whose arrival its request is released, if that is not the last."""
     told: bool = False
     """Parked loads: whether it was reported released."""
+    layerwise: bool = False
+    """Gated loads: the hooks of the step run, and each waits for its own layer."""
     in_graph: bool = False
     """Gated loads: the waits are nodes of the graph that the step replays, so nobody can time them."""
 
@@ -126,6 +128,15 @@ class Transfer:
     def blocks(self) -> int:
         """Blocks it moves in the KV cache group that has most."""
         return max(move.count for move in self.moves if move is not None)
+
+    @property
+    def mode(self) -> str:
+        """Loads: how it is waited for (`layerstream.metrics.LOAD_MODES`)."""
+        if self.kind is JobKind.PARKED_LOAD:
+            return "parked"
+        if self.in_graph:
+            return "in_graph"
+        return "layerwise" if self.layerwise else "whole"
 
     def batches(self, layers: Sequence[int]) -> list[tuple[Sequence[int], Move]]:
         """Cut layers by KV cache group, those with nothing to move left out: each part with what it moves."""

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from layerstream.jobs import JobKind, TierObject
 
@@ -46,6 +46,16 @@ class _Recent(OrderedDict[bytes, Value]):
         self.move_to_end(key)
         if len(self) > REMEMBERED:
             self.popitem(last=False)
+
+
+class TierListener(Protocol):
+    """Is told what tiers come to hold, and what they lose, as far as they tell both."""
+
+    def stored(self, tier: str, key: bytes, hashes: Sequence[bytes]) -> None:
+        """A tier has this object, of these blocks."""
+
+    def removed(self, tier: str, key: bytes) -> None:
+        """A tier does not have this object, known or not, any more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +103,7 @@ class WriteBehind:
         self.dropped_objects = 0
         """Objects so far that were offered, admitted and not written."""
         self.tier = tier
+        self.listener: TierListener | None = None
         self._grid = grid
         self._index = index
         self._flights = flights
@@ -119,6 +130,11 @@ class WriteBehind:
         """Hash of the last block of an object shorter than a chunk -> the object, which the tier has."""
 
     @property
+    def waiting_objects(self) -> int:
+        """Objects in the queue, and those for which the tier is making room."""
+        return self._queued + sum(len(entry.objects) for entry, _ in self._asked)
+
+    @property
     def busy(self) -> bool:
         """Whether something waits in the queue, or for room, and stepping helps: an ill tier's queue waits for it."""
         return bool(self._asked or (self._queue and self._well))
@@ -127,6 +143,8 @@ class WriteBehind:
         """The tier has these objects of a prefix."""
         for one in objects:
             self._there.put(one.key, None)
+            if self.listener is not None:
+                self.listener.stored(self.tier.name, one.key, hashes[one.start : one.start + one.blocks])
             if one.blocks < self._grid.chunk_blocks:
                 self._tails.put(hashes[one.start + one.blocks - 1], one)
 
@@ -134,6 +152,8 @@ class WriteBehind:
         """The tier has none of these objects, or not any more."""
         for one in objects:
             self._there.pop(one.key, None)
+            if self.listener is not None:
+                self.listener.removed(self.tier.name, one.key)
 
     def offer(self, hashes: Sequence[bytes], whole: Sequence[TierObject], objects: Sequence[TierObject]) -> None:
         """Queue those of a prefix's consecutive objects that the tier lacks and admits.
@@ -159,6 +179,9 @@ class WriteBehind:
 
     def step(self) -> None:
         """Do what can be done: ask for room, and send jobs for what there is room for."""
+        if self.listener is not None:
+            for key in self.tier.take_gone():
+                self.listener.removed(self.tier.name, key)
         well = self._well
         back: list[_Entry] = []
         while self._asked and self._asked[0][1].done:

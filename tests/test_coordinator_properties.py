@@ -18,6 +18,7 @@ from layerstream.coordinator import Coordinator, Outcome
 from layerstream.decisions import FixedMode, LoadMode
 from layerstream.jobs import Job, JobKind, Report
 from tests.rigs.block_holds import BlockHolds
+from tests.rigs.index_listener import Believer
 from tests.rigs.tiering_rig import Clock, chain
 
 B, CHUNK, SLOTS, RANKS = 4, 3, 5, (0, 1)
@@ -84,6 +85,8 @@ class Gated(RuleBasedStateMachine):
         )
         self.ready = dict(self.READY)
         self.coordinator.set_slots(SLOTS, ready=self.ready)
+        self.believer = Believer()
+        self.coordinator.listen(self.believer)
         self.ranks = [Rank() for _ in RANKS]
         self.lives: dict[str, Life] = {}
         self.preempted: dict[str, list[bytes]] = {}
@@ -293,6 +296,11 @@ class Gated(RuleBasedStateMachine):
         assert self.coordinator.pool_slots == min(self.ready.values())
 
     @invariant()
+    def who_listens_knows_what_the_pool_holds(self) -> None:
+        assert self.coordinator._index is not None
+        self.believer.check(self.coordinator._index)
+
+    @invariant()
     def a_hit_has_its_own_bytes_on_every_rank(self) -> None:
         state = pickle.dumps(self.coordinator)
         index, epoch = self.coordinator._index, self.coordinator.epoch
@@ -322,6 +330,7 @@ class Gated(RuleBasedStateMachine):
         assert not self.coordinator.pending and not self.coordinator.take_outcome()
         index = self.coordinator._index
         assert index is not None and index.used == index.chunks, "a slot leaked"
+        assert index.pinned == 0, "a pin is counted that nobody has"
         while min(self.ready.values()) < SLOTS:
             self.grow(0, SLOTS, True)
         self.coordinator.take_stats()

@@ -261,6 +261,35 @@ def test_clearing_keeps_slots_in_use_and_publishes_nothing_later() -> None:
     assert index.match(read, 1) == 1
 
 
+def test_a_block_from_a_tier_counts_for_it_at_its_first_load_and_for_the_pool_after() -> None:
+    index = PrefixIndex(slots=8, chunk_blocks=4)
+    hashes = chain(range(10))
+    save(index, hashes, 2)
+    brought = index.reserve(hashes, 2, 8)
+    assert brought is not None
+    index.publish(brought, source="disk")
+    save(index, hashes)
+    first = index.locate(hashes, 0, 5)
+    assert first is not None
+    assert index.take_sources(first) == {"host": 2, "disk": 3}
+    whole = index.locate(hashes, 0, 10)
+    assert whole is not None
+    assert index.take_sources(whole) == {"host": 7, "disk": 3}
+    assert index.take_sources(whole) == {"host": 10}
+
+
+def test_what_a_tier_brought_is_forgotten_with_its_chunk() -> None:
+    index = PrefixIndex(slots=1, chunk_blocks=4)
+    hashes, other = chain(range(4)), chain("abcd")
+    spans = index.reserve(hashes, 0, 4)
+    assert spans is not None
+    index.publish(spans, source="disk")
+    save(index, other)
+    save(index, hashes)
+    spans = index.locate(hashes, 0, 4)
+    assert spans is not None and index.take_sources(spans) == {"host": 4}
+
+
 class Machine(RuleBasedStateMachine):
     """Random prompts over a small alphabet, so that they share, part, and come back."""
 

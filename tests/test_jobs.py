@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerstream.jobs import Job, JobKind, RankInfo, Report, StepPlan
 from layerstream.measured import Measured
-from layerstream.metrics import TierTraffic, TransferStats
+from layerstream.metrics import LoadTimes, TierTraffic, TransferStats
 
 
 def job(kind: JobKind, job_id: int = 7) -> Job:
@@ -144,6 +144,7 @@ def test_no_field_of_a_report_is_lost_in_merging(name: str) -> None:
         "tiers": {0: TierTraffic(read_objects=2)},
         "measured": Measured(saves=[("staged", 8, 0.5)]),
         "stats": TransferStats(save_bytes=5),
+        "loads": (LoadTimes("parked", 2.0, None),),
     }[name]
     full = Report(**{name: value})  # type: ignore[arg-type]
     assert Report().merge(full) == full

@@ -128,7 +128,8 @@ def test_line_of_a_busy_interval_of_tiers() -> None:
     traffic = {
         "disk": TierTraffic(
             read_objects=4, read_bytes=64_000_000, read_seconds=0.032, written_objects=1, written_bytes=16_000_000,
-            write_seconds=0.016, missing_objects=1, damaged_objects=2, refused_objects=3, failures=4,
+            write_seconds=0.016, missing_objects=1, damaged_objects=2, refused_objects=3, read_failures=3,
+            write_failures=1,
         ),
         "lmcache": TierTraffic(read_objects=1, read_bytes=1_000_000),
     }  # fmt: skip

@@ -98,7 +98,7 @@ def test_a_hung_tier_holds_up_no_other() -> None:
 
 def test_failures_on_ranks_are_told_to_the_tier_they_came_from() -> None:
     rig = TieringRig(FakeTier(0), FakeTier(1))
-    rig.coordinator.report(Report(tiers={1: TierTraffic(failures=2), 0: TierTraffic(read_objects=1)}))
+    rig.coordinator.report(Report(tiers={1: TierTraffic(read_failures=2), 0: TierTraffic(read_objects=1)}))
     assert rig.tiers[0].complaints == []
     assert rig.tiers[1].complaints == ["2 jobs failed on a rank; its log has the cause"]
 

@@ -21,11 +21,15 @@ from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.hooks.vllm.scheduler import SchedulerHalf
+from layerstream.hooks.vllm.stats import LayerStreamPromMetrics, LayerStreamStats
 from layerstream.hooks.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
@@ -91,6 +95,20 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
         """FULL graphs stay on unless asked: a step that replays one waits for its whole load instead."""
         return StreamConfig.from_extra(extra_config).require_piecewise
 
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LayerStreamStats:
+        return LayerStreamStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LayerStreamPromMetrics:
+        return LayerStreamPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -154,6 +172,12 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update_output(connector_output)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return self.scheduler.hit_sources(request, num_external_tokens)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler.take_events()
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request.request_id)
         return False, None
@@ -171,6 +195,11 @@ class LayerStreamConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.reset()
 
     # Both
+
+    def get_kv_connector_stats(self) -> LayerStreamStats | None:
+        """Ranks have none of their own: their counts travel with their reports, of which none is lost."""
+        sample = self._scheduler.take_sample() if self._scheduler is not None else None
+        return None if sample is None else LayerStreamStats(sample)
 
     def shutdown(self) -> None:
         if self._worker is not None:

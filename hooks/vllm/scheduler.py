@@ -9,19 +9,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from layerstream.chooser import RateChooser
 from layerstream.coordinator import Coordinator
 from layerstream.decisions import FixedMode, LoadMode
 from layerstream.errors import ConfigError, GeometryError
+from layerstream.exporter import Exporter
 from layerstream.hooks.vllm.block_hashes import BlockHashes, FinerHashes
 from layerstream.hooks.vllm.compat import cache_groups, unsupported
+from layerstream.hooks.vllm.events import KVEvents
 from layerstream.hooks.vllm.identify import namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.identity import PORTABLE_HASH_TOKENS
 from layerstream.jobs import ModelAccess, StepPlan
 from layerstream.measured import StepWork, attended
-from layerstream.metrics import TierTraffic, TransferStats, interval_line, tiers_line
+from layerstream.metrics import HOST, TierTraffic, TransferStats, interval_line, tiers_line
 from layerstream.model_store import cache_dir
 from layerstream.rate_store import RateStore
 from layerstream.rates import Rates
@@ -32,6 +35,7 @@ from layerstream.tiers.registry import parse_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
     from layerstream.config import StreamConfig
     from layerstream.decisions import Chooser, Decision
+    from layerstream.exporter import Sample
     from layerstream.identity import Namespace
     from layerstream.jobs import RankInfo
     from layerstream.tiering import Tiering
@@ -51,6 +56,8 @@ LONGEST_STEP_S = 1.0
 """What one step may add to the age of a job."""
 STEPS_APART = 3
 """Steps of one kind in a row from which on the time between two is that of such a step."""
+SOURCES = {HOST: CacheHitSource.HOST, "DISK": CacheHitSource.DISK}
+"""Medium of a tier -> vLLM's word for it; what is elsewhere has none of its own."""
 CLOSE_TIERS_S = 1.0
 """Seconds that a tier gets to let go of its end here."""
 
@@ -102,6 +109,9 @@ class SchedulerHalf:
         """Whether the step being planned computes what could have been loaded."""
         self._decode_steps = 0
         """Steps in a row that only decoded."""
+        self._exporter: Exporter | None = None
+        self._events: KVEvents | None = None
+        """None unless vLLM publishes events."""
         self._tiers = parse_tiers(config.tiers)
         self._portable = any(spec.portable for spec in self._tiers)
         reason = unsupported(vllm_config, kv_cache_config)
@@ -129,6 +139,11 @@ class SchedulerHalf:
             clock=lambda: self._seconds,
             tenant_share=config.tenant_share,
         )
+        self._exporter = Exporter(self._coordinator, lambda: self._off is None)
+        events = vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            media = {spec.name: spec.tier.medium for spec in self._tiers}
+            self._events = KVEvents(kv_cache_config, self._groups.ids, block_tokens=block_tokens, media=media)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
@@ -185,6 +200,11 @@ class SchedulerHalf:
             block_bytes=max(rank.block_bytes for rank in ranks),
         )
         self._pool_grows = self._coordinator.pool_slots < slots
+        if self._exporter is not None:
+            self._exporter.block_tokens = self._block_tokens
+            self._exporter.pool_slot_bytes = self._chunk_blocks * sum(rank.block_bytes for rank in ranks if rank.keeps)
+        if self._events is not None:
+            self._coordinator.listen(self._events)
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, ranks, user=self._config.namespace, epoch=0)
         if self._portable:
             namespace = dataclasses.replace(namespace, hash_block_tokens=self._hash_tokens)
@@ -222,7 +242,8 @@ class SchedulerHalf:
         try:
             for spec in self._tiers:
                 index = spec.tier.open_index(site)
-                clients.append(TierClient(spec, index, place=len(clients), lookup_deadline_s=spec.lookup_ms / 1000))
+                deadline_s, watch = spec.lookup_ms / 1000, self._events is not None
+                clients.append(TierClient(spec, index, place=len(clients), lookup_deadline_s=deadline_s, watch=watch))
         except ConfigError as error:
             for client in clients:
                 client.close(CLOSE_TIERS_S)
@@ -238,6 +259,8 @@ class SchedulerHalf:
             rates=self._rates,
             bring_all=self._config.recompute == "never",
         )
+        if self._events is not None and coordinator.tiering is not None:
+            coordinator.tiering.listen(self._events)
 
     def _site(self, ranks: Sequence[RankInfo], namespace: Namespace) -> IndexSite | None:
         """What tiers are told of this engine; None if its objects cannot be told apart.
@@ -295,8 +318,11 @@ class SchedulerHalf:
         self._asked[request.request_id] = local_tokens
         if self._off is not None or self._coordinator.overdue or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
+        hashes = self._hashes.of(request)
+        if self._events is not None:
+            self._events.seen(request, hashes)
         decision = self._coordinator.match(
-            request.request_id, self._hashes.of(request), request.num_tokens, local_tokens, tenant=request.cache_salt
+            request.request_id, hashes, request.num_tokens, local_tokens, tenant=request.cache_salt
         )
         if decision is None:
             return None, False
@@ -374,9 +400,12 @@ class SchedulerHalf:
             request = self._requests.get(request_id)
             if request is None:
                 continue
+            hashes = self._hashes.of(request)
+            if self._events is not None:
+                self._events.seen(request, hashes)
             coordinator.observe(
                 request_id,
-                self._hashes.of(request),
+                hashes,
                 # Scheduled tokens include drafts and placeholders; only tokens that are known have final KV.
                 min(request.num_computed_tokens + scheduled, request.num_tokens),
                 lambda request_id=request_id: self._tables(state.resolve_block_ids(request_id)),  # type: ignore[misc]
@@ -431,6 +460,8 @@ class SchedulerHalf:
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, WorkerReport):
             return
+        if self._exporter is not None:
+            self._exporter.add(meta.report)
         self._moved = self._moved.merge(meta.report.stats)
         self._rates.learn(meta.report.measured)
         for place, traffic in meta.report.tiers.items():
@@ -447,6 +478,26 @@ class SchedulerHalf:
         if outcome.received:
             output.finished_recving = {*(output.finished_recving or ()), *outcome.received}
 
+    def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens that a request was just admitted to load were found -> how many; they sum to `tokens`."""
+        media = {spec.name: spec.tier.medium for spec in self._tiers}
+        sources: dict[CacheHitSource, int] = {}
+        found = self._coordinator.hit_sources(request.request_id) if self._coordinator is not None else {}
+        for name, count in found.items():
+            source = SOURCES.get(media.get(name, HOST), CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + count
+        if sum(sources.values()) == tokens:
+            return sources
+        return {CacheHitSource.HOST: tokens} if tokens else {}
+
+    def take_sample(self) -> Sample | None:
+        """What the metrics say since the last call; None if nothing has changed."""
+        return None if self._exporter is None else self._exporter.take()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the host pool and tiers came to hold and lost since the last call; nothing if vLLM publishes nothing."""
+        return [] if self._events is None else self._events.take()
+
     def finished(self, request_id: str) -> None:
         """A request ended or was aborted; its jobs go on."""
         self._requests.pop(request_id, None)
@@ -454,6 +505,8 @@ class SchedulerHalf:
         if self._coordinator is not None:
             self._coordinator.finish(request_id)
         self._hashes.forget(request_id)
+        if self._events is not None:
+            self._events.forget(request_id)
 
     def pending(self) -> bool:
         """Whether a rank's report is due, or something must still be told to the ranks."""
@@ -461,6 +514,8 @@ class SchedulerHalf:
 
     def reset(self) -> bool:
         """Forget every block. True if nothing was in flight; what was is never published."""
+        if self._events is not None:
+            self._events.leave_tiers()
         return self._coordinator is None or self._coordinator.reset()
 
     def close(self) -> None:

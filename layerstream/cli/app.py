@@ -45,11 +45,22 @@ def _options(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A running server, such as http://127.0.0.1:8000, to look at instead."),
+    ] = None,
+) -> None:
     """Say what is installed, what would be chosen on this machine, and how to mend what is wrong.
 
-    Exit status 1 if the connector cannot work here.
+    With --url, say what the metrics of a running server tell is wrong with it.
+
+    Exit status 1 if the connector cannot work here, or does not work on that server.
     """
+    if url is not None:
+        from layerstream.cli.server import run_on_server
+
+        raise typer.Exit(run_on_server(url))
     from layerstream.cli.doctor import run
 
     raise typer.Exit(run())

@@ -10,7 +10,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Level(enum.Enum):
     GOOD = "[green]ok[/]"
     WARN = "[yellow]note[/]"
     BAD = "[red]problem[/]"
-    """The connector cannot work."""
+    """The connector cannot work, or does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,11 @@ def run() -> int:
     console = Console()
     with console.status("looking at this machine"):
         findings = list(examine())
+    return show(console, findings, good="can work here", bad="cannot work here until the problems are mended")
+
+
+def show(console: Console, findings: Sequence[Finding], *, good: str, bad: str) -> int:
+    """Print findings, what mends them, and what the connector does then; 1 if any of them is bad."""
     table = Table(title="layerstream doctor", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -75,11 +80,9 @@ def run() -> int:
     for finding in findings:
         if finding.level is not Level.GOOD:
             console.print(f"{finding.level.value} {finding.what}: {finding.fix}", soft_wrap=True)
-    bad = any(finding.level is Level.BAD for finding in findings)
-    console.print(
-        "The connector cannot work here until the problems are mended." if bad else "The connector can work here."
-    )
-    return int(bad)
+    wrong = any(finding.level is Level.BAD for finding in findings)
+    console.print(f"The connector {bad if wrong else good}.")
+    return int(wrong)
 
 
 def examine() -> Iterator[Finding]:

@@ -132,6 +132,11 @@ class Asker:
                 self._changed.notify()
         return False
 
+    @property
+    def well(self) -> bool:
+        """Whether the tier may be asked, for who only wants to know: nothing is started."""
+        return self._breaker.closed
+
     def ask(
         self,
         what: str,

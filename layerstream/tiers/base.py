@@ -15,7 +15,7 @@ already there is no error and changes nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -145,6 +145,18 @@ class TierIndex(ABC):
 
     def remove(self, objects: Sequence[TierObject]) -> None:
         """Forget these objects, of all ranks, where the tier can. Objects that are not there are no error."""
+
+    def watch(self, gone: Callable[[bytes], None]) -> bool:
+        """Tell, from here on, of each object that leaves the tier, whoever removed it. Called before anything else.
+
+        Args:
+            gone: called with the object's key, in the thread that calls this index, soon after the object has gone. It
+                may be called for objects that nobody knows, and more than once for one.
+
+        Returns:
+            False if the tier cannot tell.
+        """
+        return False
 
     @abstractmethod
     def probe(self) -> None:

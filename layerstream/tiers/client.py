@@ -11,6 +11,7 @@ it came too late.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class TierClient:
         lookup_deadline_s: seconds after which a lookup is a miss.
         reserve_deadline_s: seconds after which a reservation is given up.
         breaker: the tier's, on the same clock; None makes one.
+        watch: whether anybody asks what has left the tier.
     """
 
     def __init__(
@@ -56,10 +58,14 @@ class TierClient:
         lookup_deadline_s: float = LOOKUP_DEADLINE_S,
         reserve_deadline_s: float = RESERVE_DEADLINE_S,
         breaker: Breaker | None = None,
+        watch: bool = False,
     ) -> None:
         self.name, self.place, self.tails = spec.name, place, spec.tier.tails
         self.writes, self.admission = spec.write, spec.admission
         self.stats = TierStats()
+        self._gone: deque[bytes] = deque()
+        self.tells_gone = watch and index.watch(self._gone.append)
+        """Whether `take_gone` tells of objects that leave the tier."""
         self._index, self._clock = index, clock
         self._lookup_s, self._reserve_s = lookup_deadline_s, reserve_deadline_s
         self._asker = Asker(
@@ -78,6 +84,11 @@ class TierClient:
     def healthy(self) -> bool:
         """Whether the tier may be asked: False while its breaker is open. Asking starts the probe when one is due."""
         return self._asker.healthy
+
+    @property
+    def well(self) -> bool:
+        """`healthy`, for who only wants to know: no probe is started."""
+        return self._asker.well
 
     def find(self, chain: Sequence[TierObject], tails: Sequence[TierObject] = ()) -> Answer[Found]:
         """Which of these objects the tier has: `TierIndex.find`. A tier that does not keep tails has none of them."""
@@ -116,6 +127,10 @@ class TierClient:
 
         return self._asker.ask("reserve", ask, deadline_s=self._reserve_s, give_back=give_back, patient=True)
 
+    def take_gone(self) -> list[bytes]:
+        """Keys of objects that have left the tier since the last call; nothing unless `tells_gone`."""
+        return [self._gone.popleft() for _ in range(len(self._gone))]
+
     def settle(self, objects: Sequence[TierObject], *, written: bool) -> None:
         """Every rank has ended its write of these reserved objects: `TierIndex.settle`."""
         if objects := tuple(objects):
@@ -145,6 +160,11 @@ class TierClient:
         if self._clock() - self._usage_at >= USAGE_EVERY_S and self._asker.healthy:
             self._usage_at = self._clock()
             self._asker.ask("usage", self._ask_usage, deadline_s=float("inf"), patient=True)
+        return self._usage
+
+    @property
+    def last_usage(self) -> Usage | None:
+        """How full the tier last said it is; asks nothing."""
         return self._usage
 
     def close(self, timeout_s: float) -> None:

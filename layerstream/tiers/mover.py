@@ -277,13 +277,15 @@ class TierMover:
         left = len(job.objects) - moved if move.short else 0
         if job.kind is JobKind.PROMOTE:
             traffic = TierTraffic(
-                read_objects=moved, read_bytes=nbytes, read_seconds=move.seconds, missing_objects=left
-            )
+                read_objects=moved, read_bytes=nbytes, read_seconds=move.seconds, missing_objects=left,
+                read_failures=int(move.failed),
+            )  # fmt: skip
         else:
             traffic = TierTraffic(
-                written_objects=moved, written_bytes=nbytes, write_seconds=move.seconds, refused_objects=left
-            )
-        traffic.damaged_objects, traffic.failures = move.damaged, int(move.failed)
+                written_objects=moved, written_bytes=nbytes, write_seconds=move.seconds, refused_objects=left,
+                write_failures=int(move.failed),
+            )  # fmt: skip
+        traffic.damaged_objects = move.damaged
         self._ended.append((job.job_id, moved, job.tier, traffic))
 
     def _watch(self) -> None:

@@ -109,7 +109,7 @@ def test_the_lines_are_those_that_the_product_prints() -> None:
 
     traffic = {
         "disk": TierTraffic(read_objects=2, read_bytes=4_200_000, read_seconds=0.01, missing_objects=3),
-        "mooncake": TierTraffic(written_bytes=2_100_000, write_seconds=0.1, refused_objects=2, failures=4),
+        "mooncake": TierTraffic(written_bytes=2_100_000, write_seconds=0.1, refused_objects=2, write_failures=4),
     }
     tally = Tally()
     tally.printed(tiers_line(TierCounts(promoted_blocks=4, fell_requests=5, dropped_objects=7), traffic, ill=["disk"]))

@@ -32,6 +32,7 @@ def check_books(coordinator: Coordinator) -> None:
     chunks = {*pins, *writers, *index._heads.values()}
     assert {chunk.live for chunk in index._heads.values()} <= {True}
     assert index.used == len({chunk.slot for chunk in chunks}) == len(chunks), "slots that nobody or two use"
+    assert index.pinned == sum(chunk.pins > 0 for chunk in chunks)
     for chunk in chunks:
         assert (chunk.pins, chunk.writers) == (pins[chunk], writers[chunk]), f"slot {chunk.slot}: pins, writers"
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from layerstream.jobs import TierObject
 from layerstream.tiers.base import Found, Usage
-from layerstream.tiers.client import TierClient
+from layerstream.tiers.client import TierClient, TierStats
 
 
 class FakeAnswer:
@@ -84,11 +84,19 @@ class FakeTier:
         self.worked_times = 0
         self.removed: list[TierObject] = []
         self.closed = False
+        self.stats = TierStats()
+        self.tells_gone = False
+        self.last_usage: Usage | None = None
+        self._gone: list[bytes] = []
         self._numbers = 0
 
     @property
     def client(self) -> TierClient:
         return cast(TierClient, self)
+
+    @property
+    def well(self) -> bool:
+        return self.healthy
 
     def has(self, one: TierObject) -> bool:
         return all(one.key in rank for rank in self.ranks)
@@ -102,6 +110,11 @@ class FakeTier:
         for one in objects:
             for rank in self.ranks:
                 rank.pop(one.key, None)
+            self._gone.append(one.key)
+
+    def take_gone(self) -> list[bytes]:
+        gone, self._gone = self._gone, []
+        return gone
 
     def answer(self, count: int | None = None) -> None:
         """Answer questions that wait, in order."""
@@ -121,6 +134,7 @@ class FakeTier:
         assert [one.start for one in chain] == [i * chain[0].blocks for i in range(len(chain))] or not chain
         chain, tails = tuple(chain), tuple(tails)
         self.calls.append(("find", (chain, tails)))
+        self.stats.lookups += 1
 
         def compute() -> Found:
             asked = (*chain, *(tails if self.tails else ()))

@@ -22,6 +22,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -85,6 +86,7 @@ class SchedulerRig:
         replicas: int = 1,
         block: int = BLOCK,
         heads: int = 1,
+        events: bool = False,
     ) -> None:
         """
         Args:
@@ -98,6 +100,7 @@ class SchedulerRig:
             replicas: so many consecutive ranks hold the same KV.
             block: tokens in a block.
             heads: KV heads of a rank.
+            events: vLLM publishes cache events; `published` has them.
             windows: for each KV cache group the tokens that attention sees; None: all. Layers take turns.
         """
         # How fast this machine is must not decide what is loaded.
@@ -108,6 +111,8 @@ class SchedulerRig:
         self.config = vllm_config(folder, options, num_blocks, step_tokens, prefix_caching, kv_role, block)
         self.configure(self.config)
         self.config.parallel_config.world_size = ranks
+        if events:
+            self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.windows = tuple(windows)
         self.layers = [f"model.layers.{index}.attn" for index in range(LAYERS)]
         self.cache = KVCacheConfig(
@@ -127,6 +132,8 @@ class SchedulerRig:
         )
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, LayerStreamConnector)
+        self.published: list[Any] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.cache.kv_tp_replicas = replicas
         self.config.parallel_config.tensor_parallel_size = ranks
         self.workers = [

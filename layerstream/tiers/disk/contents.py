@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from layerstream.tiers.disk.folder import SHARDS
@@ -34,6 +35,8 @@ class DiskContents:
         self._shards: dict[str, dict[str, Entry]] = {name: {} for name in SHARDS}
         self._files = dict.fromkeys(SHARDS, 0)
         self._queue: list[tuple[int, str]] = []
+        self.gone: Callable[[str], None] | None = None
+        """Told of each object that lost a file."""
         self.used_bytes = 0
         """Bytes of all files."""
         self.objects = 0
@@ -69,6 +72,8 @@ class DiskContents:
             return
         self.used_bytes -= entry.sizes.pop(rank)
         self._files[shard] -= 1
+        if self.gone is not None:
+            self.gone(key)
         if not entry.sizes:
             del self._shards[shard][key]
             self.objects -= 1

@@ -125,6 +125,10 @@ class DiskIndex(TierIndex):
         except FileNotFoundError:
             return
 
+    def watch(self, gone: Callable[[bytes], None]) -> bool:
+        self._contents.gone = lambda key: gone(bytes.fromhex(key))
+        return True
+
     def probe(self) -> None:
         try:
             with self._folder.objects(create=True) as folder, os.scandir(folder) as listing:

@@ -39,7 +39,7 @@ class Counters:
         tables = {name: count for name, count in counts.items() if isinstance(count, dict)}
         assert min(count for name, count in counts.items() if name not in tables) >= 0
         assert all(count > 0 for table in tables.values() for count in table.values())
-        assert ours.hit_tokens <= ours.queried_tokens
+        assert ours.hit_tokens == sum(ours.hit_tokens_from.values()) <= ours.queried_tokens
         self.sums.update({name: count for name, count in counts.items() if name not in tables})
         return stats
 

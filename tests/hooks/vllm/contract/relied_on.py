@@ -11,5 +11,6 @@ from tests.hooks.vllm.contract.interface import INTERFACE
 from tests.hooks.vllm.contract.rows import ROWS
 from tests.hooks.vllm.contract.runners import RUNNERS
 from tests.hooks.vllm.contract.scheduling import SCHEDULING
+from tests.hooks.vllm.contract.telemetry import TELEMETRY
 
-RELIED_ON: Final[tuple[Fact, ...]] = INTERFACE + SCHEDULING + RUNNERS + ENGINE + CONFIGURATION + ROWS
+RELIED_ON: Final[tuple[Fact, ...]] = INTERFACE + SCHEDULING + RUNNERS + ENGINE + CONFIGURATION + ROWS + TELEMETRY

@@ -52,8 +52,9 @@ SCHEDULING: Final[tuple[Fact, ...]] = (
         file=_SCHEDULER,
         function="Scheduler.update_from_output",
         watched="_handle_failed_recving _handle_invalid_blocks failed_recving invalid_block_ids "
-        "_update_from_kv_xfer_finished finish_requests",
-        why="failed loads are handled before the reports are booked, in the same step (SchedulerHalf.update_output)",
+        "_update_from_kv_xfer_finished finish_requests get_kv_connector_stats take_events publish",
+        why="failed loads are handled before the reports are booked, in the same step, and counts and events are taken "
+        "after them (SchedulerHalf.update_output, take_sample, take_events)",
     ),
     Order(
         file=_SCHEDULER,
