@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ NUM_BLOCKS, TURNS = 20, 40
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    # However slow the machine is, no job is overdue but those that a test lets be.
+    monkeypatch.setattr("layerstream.hooks.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: 0.0))
     rigs: list[LateSchedulerRig] = []
 
     def make(seed: int, path: str = "staged", *, ranks: int = 1, **options: Any) -> LateSchedulerRig:
