@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from layerstream import shared_pool
-from layerstream.coordinator import Coordinator, Outcome
+from layerstream.coordinator import Coordinator
 from layerstream.decisions import Decision
 from layerstream.engine import StreamEngine
 from layerstream.fetches import Fetch
@@ -317,29 +317,6 @@ def hooks_ignore_released_loads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StreamEngine, "_pass_released", lambda *_: None)
 
 
-def holds_end_with_the_release(patch: pytest.MonkeyPatch) -> None:
-    """Law 4: blocks of a released load are held no longer than its request has them."""
-    report, release = Coordinator.report, BlockPoolHolds.release
-    dropped: set[tuple[int, ...]] = set()
-
-    def drop(half: Coordinator, report_: Report) -> Outcome:
-        outcome = report(half, report_)
-        for flight in half._flights._released.values():
-            if flight.job.all_block_ids not in dropped:
-                half._holds.release(flight.job.all_block_ids)
-                dropped.add(flight.job.all_block_ids)
-        return outcome
-
-    def once(holds: BlockPoolHolds, block_ids: Sequence[int]) -> None:
-        if tuple(block_ids) in dropped:
-            dropped.discard(tuple(block_ids))
-        else:
-            release(holds, block_ids)
-
-    patch.setattr(Coordinator, "report", drop)
-    patch.setattr(BlockPoolHolds, "release", once)
-
-
 PARKED = {**NO_TIERS, "load_mode": "parked"}
 ANY = {**NO_TIERS, "load_mode": "any"}
 TIERS = {"tiers": 1, "slots": 4, "tier_objects": None, "admission": "all"}
@@ -363,8 +340,7 @@ FAULTS: dict[str, Fault] = {
     "overdue is over": Fault(overdue_is_over, {**PARKED, "sanitize": True}, unlucky=True),
     "any rank's objects count": Fault(any_ranks_objects_count, {**TIERS, **TWO_RANKS}),
     "released load not waited for": Fault(released_loads_are_not_waited_for, ANY),
-    "hooks ignore released loads": Fault(hooks_ignore_released_loads, ANY),
-    "hold ends with the release": Fault(holds_end_with_the_release, ANY),
+    "hooks ignore released loads": Fault(hooks_ignore_released_loads, {**ANY, "sanitize": True}),
     "early fetch": Fault(fetches_count_early, TIERS),
     "ticket kept": Fault(tickets_are_kept, TIERS),
     "replica answers for saves": Fault(_answers_for_the_first(tiers=False), REPLICAS),
