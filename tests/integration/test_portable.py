@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.rigs import tiny_models
-from tests.rigs.engine_life import EngineLife
+from tests.rigs.engine_life import EngineLife, Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -20,6 +20,15 @@ CHUNK = 256
 def disk(folder: Path, *, portable: bool = True) -> dict[str, Any]:
     # However busy the machine is, a lookup is not late.
     return {"type": "disk", "path": str(folder), "gib": 1, "portable": portable, "lookup_ms": 20_000}
+
+
+def distance(one: Served, two: Served) -> float:
+    """Largest difference between the logprobs of tokens that both name."""
+    pairs = list(zip(one.logprobs, two.logprobs, strict=True))
+    return max(
+        (abs(mine[token] - theirs[token]) for mine, theirs in pairs for token in mine.keys() & theirs.keys()),
+        default=float("inf"),
+    )
 
 
 def test_two_ranks_serve_what_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,12 +45,11 @@ def test_two_ranks_serve_what_one_saved(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with EngineLife(model, tmp_path / "two.log", tiers=tiers, options=options, tensor_parallel_size=2, **setup) as two:
         warm = [two.serve(each) for each in ids]
-    for hit, first in zip(warm, cold, strict=True):
+    for hit, first, other in zip(warm, cold, reversed(cold), strict=True):
         assert hit.cached_tokens >= TOKENS // CHUNK * CHUNK
-        assert hit.token_ids == first.token_ids
-        for mine, theirs in zip(hit.logprobs, first.logprobs, strict=True):
-            # Ranks add up in another order than one does.
-            assert mine == pytest.approx(theirs, abs=1e-3)
+        assert hit.token_ids == first.token_ids != other.token_ids
+        # Ranks add up in another order than one does.
+        assert distance(hit, first) < 0.02
     assert sorted(folder.rglob("*.safetensors")) == files, "what is there is not written again"
 
 
