@@ -91,6 +91,10 @@ def test_every_field_of_a_portable_namespace_changes_its_digest(name: str) -> No
     assert dataclasses.replace(PORTABLE, **{name: other}).digest() != PORTABLE.digest()
 
 
+def test_the_version_of_the_canonical_form_is_the_one_given() -> None:
+    assert PortableNamespace.of(BASE, canonical_version=2, stages=PORTABLE.stages).canonical_version == 2
+
+
 def test_portable_objects_and_others_never_share_a_name() -> None:
     assert len({PORTABLE.digest(), BASE.digest()}) == 2 and len(PORTABLE.digest()) == 32
 

@@ -71,8 +71,7 @@ class FinerHashes:
         del hashes[known * self._each :]
         hashes += self._hasher(cast("Request", _WithHashes(request, hashes)))
         # Tokens behind vLLM's last whole block may change yet.
-        del hashes[blocks * self._each :]
-        return list(hashes[(known + 1) * self._each - 1 :: self._each])
+        return list(hashes[(known + 1) * self._each - 1 : blocks * self._each : self._each])
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -19,7 +19,7 @@ from layerstream.tiers import mover
 from layerstream.tiers.base import Batch, IndexSite, StoreSite, Tier
 from layerstream.tiers.bounce import Bounce
 from layerstream.tiers.disk.tier import DiskTier
-from layerstream.tiers.objects import Bytes, parse_header
+from layerstream.tiers.objects import Bytes, ObjectFormat, parse_header
 from tests.kernels.rows import LAYOUTS, Layout
 from tests.rigs.memory_tier import MemoryStore, MemoryTier
 from tests.rigs.portable_engine import CHUNK_TOKENS, TOKENS, Model, PortableEngine
@@ -289,5 +289,8 @@ def test_threads_have_memory_of_their_own(open_engine: Open) -> None:
 
 def test_heads_of_other_pages_are_refused(open_engine: Open) -> None:
     engine, other = open_engine(), open_engine(block_tokens=32)
-    with pytest.raises(GeometryError, match="other layers, pages or block sizes"):
-        Bounce(engine.pools[0], engine.movers[0].format, other.heads[0], threads=1, items=1, nbytes=1)
+    form = engine.movers[0].format
+    longer = ObjectFormat(layers=form.layers, page_bytes=form.page_bytes, chunk_blocks=4, block_tokens=32, rank=0)
+    for heads, its in ((other.heads[0], form), (engine.heads[0], longer)):
+        with pytest.raises(GeometryError, match="other layers, pages or block sizes"):
+            Bounce(engine.pools[0], its, heads, threads=1, items=1, nbytes=1)

@@ -150,6 +150,14 @@ def test_names_that_come_one_by_one_are_those_that_come_at_once() -> None:
     assert mine == finer(8).of(served_request(tokens, 8))
 
 
+def test_no_block_is_named_before_vllm_names_it() -> None:
+    request, known = served_request(list(range(2, 34)), 8), finer(8)
+    last = request.block_hashes.pop()
+    assert len(mine := known.of(request)) == 3
+    request.block_hashes.append(last)
+    assert known.of(request) is mine and mine == finer(8).of(request) and len(mine) == 4
+
+
 def test_names_follow_a_prefix_that_is_rewritten() -> None:
     known, tokens = finer(8), list(range(2, 34))
     request = served_request(tokens, 8)
