@@ -123,6 +123,19 @@ def test_a_queue_makes_a_hit_not_worth_it_that_was() -> None:
     assert chosen(known_rates(), dataclasses.replace(hit, queued_bytes=16 * GIB)).reason == "recompute"
 
 
+@pytest.mark.parametrize(("spread", "reason"), [(0.01, "recompute"), (1.5, "load")])
+def test_computing_must_be_sooner_even_if_the_estimate_errs(spread: float, reason: str) -> None:
+    # A gibibyte seems to take 21.5 ms to load, and 12 ms to compute.
+    rates = rates_of_prefill(0.012)
+    rates.restore(
+        {"load": {"count": 20, "spread": spread, "samples": [[[2.0**n], 2.0**n / 50e9] for n in range(20, 31)]}}
+    )
+    decision = chosen(rates, case(512), step_tokens=16)
+    assert decision.reason == reason
+    # The numbers that are told are those that are likely.
+    assert decision.load_s == pytest.approx(0.0215, rel=0.01)
+
+
 def test_never_to_recompute_loads_all_of_it_and_still_picks_the_mode() -> None:
     hit = case(512, 512, running=4, step_s=0.01)
     decision = chosen(known_rates(load_unit_s=1 / 1e8), hit, recompute=False)

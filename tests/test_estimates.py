@@ -114,6 +114,15 @@ def test_what_has_changed_for_good_is_all_that_remains() -> None:
     assert found.fixed_s == pytest.approx(3e-3, rel=0.1) and found.unit_s[0] == pytest.approx(1 / 5e9, rel=0.1)
 
 
+def test_sizes_that_do_not_come_any_more_count_less_and_less() -> None:
+    draw = random.Random(9)
+    estimate = learned(300)
+    for _ in range(2000):
+        nbytes = 2 ** draw.uniform(20, 23)
+        estimate.learn((nbytes,), 10 * link(nbytes) + 0.01)
+    assert line(estimate).seconds(1 << 29) == pytest.approx(10 * link(1 << 29) + 0.01, rel=0.3)
+
+
 @pytest.mark.parametrize("noise", [0.1, 1.0])
 def test_the_error_is_about_that_of_a_median_of_the_last_samples(noise: float) -> None:
     errors = []

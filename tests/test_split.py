@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerstream.decisions import LoadCase
@@ -41,7 +43,48 @@ def any_costs(draw: st.DrawFn) -> Costs:
     )
 
 
+def beside_others(*, num_tokens: int, found: int, layers: int, step_s: float | None, **costs: Any) -> Costs:
+    """Blocks of 16 tokens and 1 MiB."""
+    case = LoadCase(
+        num_tokens=num_tokens,
+        local_tokens=0,
+        found_tokens=found,
+        block_tokens=16,
+        block_bytes=1 << 20,
+        layers=layers,
+        queued_bytes=0,
+        running=0 if step_s is None else 3,
+        step_s=step_s,
+    )
+    return Costs(case=case, **costs)
+
+
+PARKS_TOO_LATE = beside_others(
+    num_tokens=1527,
+    found=864,
+    layers=32,
+    step_s=0.02,
+    load=Line(fixed_s=66.3e-6, unit_s=(1.088e-9,)),
+    forward=Line(fixed_s=7.5e-3, unit_s=(16.8e-6, 0.0)),
+    step_tokens=512,
+    stages=4,
+)
+"""The best is the last that is not parked."""
+ENDS_WITH_A_FULL_STEP = beside_others(
+    num_tokens=593,
+    found=560,
+    layers=32,
+    step_s=None,
+    load=Line(fixed_s=755e-6, unit_s=(2.996e-9,)),
+    forward=Line(fixed_s=816e-6, unit_s=(78e-6, 699e-9)),
+    step_tokens=64,
+)
+"""The best is the last that leaves a full step to compute."""
+
+
 @given(any_costs())
+@example(PARKS_TOO_LATE)
+@example(ENDS_WITH_A_FULL_STEP)
 def test_no_other_split_gains_more(costs: Costs) -> None:
     best = best_split(costs)
     most = max(costs.gain_s(blocks) for blocks in range(1, costs.blocks + 1))
