@@ -61,6 +61,8 @@ def test_saved_blocks_come_back_byte_for_byte(
     assert report.stats.load_blocks == 4
     assert report.stats.load_bytes == 4 * engine.geometry.block_bytes
     assert report.stats.gated_load_seconds > 0
+    expected = ("layerwise" if hooks else "whole", report.stats.load_seconds, report.stats.stall_seconds)
+    assert report.loads == (expected,)
 
 
 def test_a_gate_waits_for_its_own_layer_and_no_other(
@@ -122,6 +124,7 @@ def test_a_parked_load_arrives_without_any_gate(engine: StreamEngine, tensors: d
         assert torch.equal(tensor[8], want[name])
     assert report.stats.load_blocks == 1
     assert report.stats.gated_load_seconds == 0
+    assert report.loads == (("parked", report.stats.load_seconds, None),)
 
 
 def test_a_gate_whose_load_was_not_started_is_an_error(engine: StreamEngine) -> None:

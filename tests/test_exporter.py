@@ -82,11 +82,17 @@ def test_nothing_is_told_twice_and_an_idle_step_tells_nothing() -> None:
     assert exporter.take() is not None
     assert exporter.take() is None
     rig.serve("a", PROMPTS[0])
+    report = Report(stats=TransferStats(load_bytes=5), tiers={0: TierTraffic(read_bytes=7)})
+    exporter.add(report)
     first = exporter.take()
     assert counted(first, "saved_blocks") == len(PROMPTS[0])
     for _ in range(3):
         rig.turn()
         assert exporter.take() is None
+    exporter.add(report)
+    second = exporter.take()
+    for sample in (first, second):
+        assert counted(sample, "transfer_bytes", "load") == 5 and counted(sample, "tier_bytes", "tier0", "read") == 7
 
 
 @pytest.mark.parametrize("parked", [False, True], ids=["gated", "parked"])
@@ -186,6 +192,7 @@ def test_requests_that_wait_and_what_was_brought_for_them_are_told() -> None:
     served = exporter.take()
     assert counted(served, "promoted_blocks") == len(PROMPTS[2]) and counted(served, "waiting_requests") == 0
     assert (served or {})["hit_tokens"] == {("tier0",): len(PROMPTS[2]) * B}
+    assert (served or {})["hit_requests"] == {("tier0",): 1} and (served or {})["decisions"] == {("fixed",): 1}
     assert rig.serve("b", PROMPTS[2]) == len(PROMPTS[2])
     assert (exporter.take() or {})["hit_tokens"] == {("host",): len(PROMPTS[2]) * B}
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from layerstream.index import Chunk, PrefixIndex, Span
+from tests.rigs.index_listener import Believer
 
 
 def chain(blocks: Iterable[object]) -> list[bytes]:
@@ -259,6 +260,34 @@ def test_clearing_keeps_slots_in_use_and_publishes_nothing_later() -> None:
     assert index.used == 0
     save(index, read)
     assert index.match(read, 1) == 1
+
+
+def test_who_listens_hears_of_what_is_cut_off_a_chunk_and_of_all_behind_it() -> None:
+    index, believer = PrefixIndex(slots=8, chunk_blocks=4), Believer()
+    index.listener = believer
+    hashes = chain(range(11))
+    save(index, hashes, 2)
+    grown = reserve(index, hashes, 11)
+    believer.check(index)
+    assert len(believer.indexed) == 11 and believer.hits == set(hashes[:2])
+    index.abandon(grown)
+    believer.check(index)
+    assert believer.indexed == believer.hits == set(hashes[:2])
+    index.retire(grown)
+    index.clear()
+    assert not believer.indexed
+
+
+def test_a_chunk_counts_as_pinned_once_however_many_read_it() -> None:
+    index = PrefixIndex(slots=8, chunk_blocks=4)
+    spans = save(index, chain(range(8)))
+    index.pin(spans)
+    index.pin(spans[:1])
+    assert index.pinned == 2
+    index.unpin(spans[:1])
+    assert index.pinned == 2
+    index.unpin(spans)
+    assert index.pinned == 0
 
 
 def test_a_block_from_a_tier_counts_for_it_at_its_first_load_and_for_the_pool_after() -> None:
