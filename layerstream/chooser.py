@@ -26,10 +26,12 @@ class RateChooser:
     Args:
         rates: what is known.
         recompute: whether less than all may be loaded.
+        lag_steps: steps until a release takes effect: see `choose_mode`.
     """
 
-    def __init__(self, rates: Rates, *, recompute: bool = True) -> None:
+    def __init__(self, rates: Rates, *, recompute: bool = True, lag_steps: int = 1) -> None:
         self._rates = rates
+        self._lag_steps = lag_steps
         self._recompute = recompute
         self._leaning = Leaning()
 
@@ -86,6 +88,7 @@ class RateChooser:
                 step_s=case.step_s,
                 running=case.running,
                 queued_s=costs.waits_s,
+                lag_steps=self._lag_steps,
             )
         # Of what is not loaded, the numbers are those of the whole hit: they say why.
         told = blocks or costs.blocks

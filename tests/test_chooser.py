@@ -41,6 +41,19 @@ def chosen(rates: Rates, what: LoadCase, *, step_tokens: int = 8192, recompute: 
     return RateChooser(rates, recompute=recompute).choose(what)
 
 
+def test_a_release_reckons_with_the_steps_until_it_takes_effect() -> None:
+    rates = known_rates(load_fixed_s=0.0, step_fixed_s=0.0, token_s=1e-4, pair_s=0.0)
+    rates.step_tokens = 8192
+    busy = case(512, rest=20, running=4, step_s=2e-3)
+    layers = []
+    for lag_steps in (1, 2):
+        decision = RateChooser(rates, lag_steps=lag_steps).choose(busy)
+        assert decision.mode is LoadMode.PARKED and decision.release_after_layer is not None
+        layers.append(decision.release_after_layer)
+    # A layer of 32 MiB takes 0.67 ms at 50 GB/s, so a step of 2 ms is about three of them.
+    assert layers[0] - layers[1] == 3
+
+
 def rates_of_prefill(seconds: float) -> Rates:
     """Loads at 400 Gbit/s, and 8192 tokens computed in so many seconds."""
     return known_rates(load_fixed_s=0.0, step_fixed_s=0.0, token_s=seconds / 8192, pair_s=0.0)

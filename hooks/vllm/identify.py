@@ -130,6 +130,13 @@ def _drafter(vllm_config: VllmConfig) -> str | None:
     return None if folder is None else fingerprint_weights(folder)
 
 
+def model_folders(vllm_config: VllmConfig) -> list[Path]:
+    """Folders on this machine whose files name the weights: the model's, and that of a model that drafts."""
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    models = [model for model in (vllm_config.model_config, drafter) if model is not None]
+    return [folder for model in models if (folder := _weights_folder(vllm_config, model)) is not None]
+
+
 def _weights_folder(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
     """Where this machine keeps a model's files, also if it was given by its name in the Hugging Face hub.
 

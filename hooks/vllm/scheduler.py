@@ -19,7 +19,7 @@ from layerstream.exporter import Exporter
 from layerstream.hooks.vllm.block_hashes import BlockHashes, FinerHashes
 from layerstream.hooks.vllm.compat import cache_groups, unsupported
 from layerstream.hooks.vllm.events import KVEvents
-from layerstream.hooks.vllm.identify import namespace_of
+from layerstream.hooks.vllm.identify import model_folders, namespace_of
 from layerstream.hooks.vllm.messages import Handshake, StepMetadata, WorkerReport
 from layerstream.identity import PORTABLE_HASH_TOKENS
 from layerstream.jobs import ModelAccess, StepPlan
@@ -31,7 +31,7 @@ from layerstream.rates import Rates
 from layerstream.tiers.base import IndexSite
 from layerstream.tiers.client import TierClient
 from layerstream.tiers.portable_site import portable_site
-from layerstream.tiers.registry import parse_tiers
+from layerstream.tiers.registry import TierSpec, parse_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,7 +151,12 @@ class SchedulerHalf:
     def _chooser(self) -> Chooser:
         if self._config.load_mode != "auto":
             return FixedMode(LoadMode(self._config.load_mode))
-        return RateChooser(self._rates, recompute=self._config.recompute == "auto")
+        return RateChooser(
+            self._rates,
+            recompute=self._config.recompute == "auto",
+            # The step after the one that a report belongs to is planned already.
+            lag_steps=2 if self._vllm_config.scheduler_config.async_scheduling else 1,
+        )
 
     def _decided(self, decision: Decision) -> None:
         self._rates.decided(decision)
@@ -241,6 +246,7 @@ class SchedulerHalf:
         clients: list[TierClient] = []
         try:
             for spec in self._tiers:
+                self._keep_apart(spec)
                 index = spec.tier.open_index(site)
                 deadline_s, watch = spec.lookup_ms / 1000, self._events is not None
                 clients.append(TierClient(spec, index, place=len(clients), lookup_deadline_s=deadline_s, watch=watch))
@@ -261,6 +267,22 @@ class SchedulerHalf:
         )
         if self._events is not None and coordinator.tiering is not None:
             coordinator.tiering.listen(self._events)
+
+    def _keep_apart(self, spec: TierSpec) -> None:
+        """Refuse a tier that lies among the model's files.
+
+        Raises:
+            ConfigError: it does.
+        """
+        kept = spec.tier.folder
+        if kept is None:
+            return
+        for folder in model_folders(self._vllm_config):
+            if kept.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"LayerStream: tier {spec.name} at {kept} lies in the model's folder {folder}: its files would be "
+                    "taken for weights, and what it holds never found again; use a folder outside of it"
+                )
 
     def _site(self, ranks: Sequence[RankInfo], namespace: Namespace) -> IndexSite | None:
         """What tiers are told of this engine; None if its objects cannot be told apart.

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from layerstream.jobs import TierObject
     from layerstream.tiers.objects import Bytes, ObjectFormat
 
@@ -217,6 +219,11 @@ class Tier(ABC):
     """Whether it keeps objects shorter than a chunk."""
     medium: ClassVar[str]
     """Where its bytes are, as vLLM's cache events say it: "DISK", "REMOTE", ..."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where on this machine its files are; None if it has none here."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -54,6 +54,10 @@ class DiskTier(Tier):
             )
         return cls(read)
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.options.path)
+
     def open_index(self, site: IndexSite) -> DiskIndex:
         capacity, least = int(self.options.gib * GIB), site.nbytes(site.chunk_blocks)
         if capacity < least:

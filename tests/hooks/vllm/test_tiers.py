@@ -222,6 +222,16 @@ def test_a_tier_that_can_never_work_stops_the_start_and_lets_go_of_the_others(
     assert "memory cannot be had like this; ask for less" in told.text
 
 
+@pytest.mark.parametrize("where", ["", "cache", "cache/deeper"])
+def test_a_tier_among_the_models_files_is_refused(make_rig: MakeRig, tmp_path: Path, where: str) -> None:
+    # Its objects are safetensors files, and would change the fingerprint of the weights with every write.
+    class Near(MemoryTier):
+        folder = tmp_path / where
+
+    with pytest.raises(ConfigError, match=r"tier near at .* lies in the model's folder .*; use a folder outside"):
+        make_rig(tiers={"near": Near()}, options={"tiers": [{"type": "near"}]})
+
+
 # Requests that wait.
 
 

@@ -92,3 +92,7 @@ def test_every_end_looks_at_the_folder_before_the_engine_serves(tmp_path: Path) 
         tier.open_index(make_site([FORMAT]))
     with pytest.raises(ConfigError, match="world-writable"):
         tier.open_store(StoreSite(format=FORMAT, memory=()))
+
+
+def test_it_says_where_its_files_are(tmp_path: Path) -> None:
+    assert DiskTier.parse({"path": str(tmp_path / "kv"), "gib": 1.0}).folder == tmp_path / "kv"
