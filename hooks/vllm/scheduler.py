@@ -215,9 +215,10 @@ class SchedulerHalf:
             namespace = dataclasses.replace(namespace, hash_block_tokens=self._hash_tokens)
         if self._rate_store is None:
             self._open_rates(ranks, namespace)
+        name = namespace.digest()
         if self._tiers and self._coordinator.tiering is None:
-            self._open_tiers(ranks, namespace, self._coordinator)
-        self._log_start(ranks, namespace, self._coordinator)
+            name = self._open_tiers(ranks, namespace, self._coordinator) or name
+        self._log_start(ranks, name, self._coordinator)
 
     def _open_rates(self, ranks: Sequence[RankInfo], namespace: Namespace) -> None:
         """Begin with what a calibration and earlier runs found; of the ranks, the one that has most decides."""
@@ -230,8 +231,11 @@ class SchedulerHalf:
             clock=time.monotonic,
         )
 
-    def _open_tiers(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
+    def _open_tiers(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> bytes | None:
         """Let the coordinator use the tiers, unless what they would keep could not be told apart later.
+
+        Returns:
+            The namespace of objects; None if the tiers stay off.
 
         Raises:
             ConfigError: a tier cannot work on this engine.
@@ -239,10 +243,10 @@ class SchedulerHalf:
         persistable, reason = namespace.persistable
         if not persistable:
             logger.warning("LayerStream: the tiers are off for this engine: %s", reason)
-            return
+            return None
         site = self._site(ranks, namespace)
         if site is None:
-            return
+            return None
         clients: list[TierClient] = []
         try:
             for spec in self._tiers:
@@ -267,6 +271,7 @@ class SchedulerHalf:
         )
         if self._events is not None and coordinator.tiering is not None:
             coordinator.tiering.listen(self._events)
+        return site.namespace
 
     def _keep_apart(self, spec: TierSpec) -> None:
         """Refuse a tier that lies among the model's files.
@@ -306,11 +311,12 @@ class SchedulerHalf:
             header_bytes=tuple(rank.header_bytes for rank in ordered),
         )
 
-    def _log_start(self, ranks: Sequence[RankInfo], namespace: Namespace, coordinator: Coordinator) -> None:
+    def _log_start(self, ranks: Sequence[RankInfo], namespace: bytes, coordinator: Coordinator) -> None:
         first, slots = ranks[0], coordinator.planned_slots
         ready = f"; {coordinator.pool_slots} ready, the rest follows in the background" if self._pool_grows else ""
         chunk_bytes = first.block_bytes * first.chunk_blocks
         pools = sum(rank.keeps for rank in ranks)
+        portable = " (portable)" if self._portable else ""
         logger.info(
             "LayerStream is on: %d rank(s) on %s, %d layers, page %.1f KiB a layer, chunk %d tokens (%.2f MiB), "
             "pool %d slots %s (%.2f GiB, %s%s), tiers %s, loads %s, decode blocks %s%s, namespace %s",
@@ -325,11 +331,11 @@ class SchedulerHalf:
             slots * chunk_bytes / (1 << 30),
             "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
             ready,
-            "none" if coordinator.tiering is None else ", ".join(str(spec.tier) for spec in self._tiers),
+            "none" if coordinator.tiering is None else ", ".join(f"{spec.tier}{portable}" for spec in self._tiers),
             "parked" if self._config.load_mode == "parked" else "layerwise",
             "saved" if self._config.save_decode else "not saved",
             ", every block verified" if self._config.verify else "",
-            namespace.digest().hex()[:12],
+            namespace.hex()[:12],
         )
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:

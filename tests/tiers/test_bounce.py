@@ -19,9 +19,12 @@ from layerstream.tiers import mover
 from layerstream.tiers.base import Batch, IndexSite, StoreSite, Tier
 from layerstream.tiers.bounce import Bounce
 from layerstream.tiers.disk.tier import DiskTier
+from layerstream.tiers.lmcache.tier import LMCacheTier
 from layerstream.tiers.objects import Bytes, ObjectFormat, parse_header
 from tests.kernels.rows import LAYOUTS, Layout
+from tests.rigs.lmcache_service import shared_lmcache
 from tests.rigs.memory_tier import MemoryStore, MemoryTier
+from tests.rigs.mooncake_service import MooncakeService, mooncake_service
 from tests.rigs.portable_engine import CHUNK_TOKENS, TOKENS, Model, PortableEngine
 from tests.rigs.tier_items import NAMESPACE
 
@@ -120,6 +123,31 @@ def test_the_disk_tier_serves_other_engines_too(open_engine: Open, tmp_path: Pat
     )
     assert index.find(reader.objects(TOKENS - 32)).present == (True,) * 3
     index.close()
+
+
+def mooncake(request: pytest.FixtureRequest) -> Tier:
+    service: MooncakeService = request.getfixturevalue("mooncake_of_module")
+    return service.tier()
+
+
+def lmcache(request: pytest.FixtureRequest) -> Tier:
+    return LMCacheTier.parse({"url": shared_lmcache(request).url})
+
+
+@pytest.fixture(scope="module")
+def mooncake_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeService]:
+    with mooncake_service(tmp_path_factory.mktemp("mooncake")) as service:
+        yield service
+
+
+@pytest.mark.parametrize("kind", [mooncake, lmcache])
+def test_services_keep_them_too(
+    open_engine: Open, request: pytest.FixtureRequest, kind: Callable[[pytest.FixtureRequest], Tier]
+) -> None:
+    tier = kind(request)
+    assert open_engine(HND, into=tier, tp_size=2).write() == [3, 3]
+    reader = open_engine(NHD, into=tier, block_tokens=32)
+    assert reader.read() == [3] and reader.holds(0, TOKENS // 32)
 
 
 @pytest.mark.parametrize("skip", [1, 2, 3])

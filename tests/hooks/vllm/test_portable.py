@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from layerstream.errors import ConfigError
 from layerstream.head_groups import HeadGroups
 from layerstream.hooks.vllm import portable
 from layerstream.hooks.vllm.compat import CacheGroups
+from layerstream.tiers.objects import parse_header
 from tests.hooks.vllm.test_tiers import served
 from tests.rigs.installed_tiers import write_weights
 from tests.rigs.portable_rig import Layer, PortableRig
@@ -75,6 +77,16 @@ def test_an_engine_serves_what_another_saved(make: Make, name: str) -> None:
         second = make(**WRITERS[reader])
         assert served(second, "b", prompt(TOKENS)) == min(whole_hit(first), whole_hit(second)), reader
         assert second.outputs["b"] == first.outputs["a"]
+
+
+def test_the_log_names_what_is_kept_where(make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    setups: list[dict[str, Any]] = [{}, {"ranks": 2, "block": 32}]
+    with caplog.at_level(logging.INFO, logger="vllm.layerstream"):
+        for setup in setups:
+            served(make(**setup), "a", prompt(TOKENS))
+    names = re.findall(r"at most 1 GiB \(portable\), .*, namespace ([0-9a-f]{12})", caplog.text)
+    kept = {parse_header(file.read_bytes()).namespace[:12] for file in (tmp_path / "tier").rglob("*.safetensors")}
+    assert {*names} == kept and len(kept) == 1
 
 
 def test_windows_and_full_attention_are_read_by_other_ranks(make: Make) -> None:
