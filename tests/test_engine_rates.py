@@ -122,3 +122,11 @@ def test_what_was_measured_is_told_once() -> None:
     assert len(measured(its).steps) == 1
     its.step(job(2, JobKind.SAVE, BLOCKS, PAGES), writes=BLOCKS, work=WORK)
     assert len(measured(its).steps) == 1
+
+
+def test_what_a_calibration_measured_of_a_layer_is_told_of_all() -> None:
+    its = rig()
+    assert its.engine.calibrated == ()
+    paths = its.engine._paths
+    paths.calibrated = ((1000, 0.25),)
+    assert its.engine.calibrated == ((LAYERS * 1000, LAYERS * 0.25),)

@@ -47,6 +47,15 @@ def test_the_nearest_measured_page_size_counts(page: int, path: str) -> None:
     assert table(*rates).fastest_loads(page) == [(0, path)]
 
 
+def test_of_each_size_the_fastest_time_of_a_load_is_told() -> None:
+    rates = table(
+        rate("staged", 64, 4.0), rate("staged", 4, 1.0), rate("zero_copy", 4, 0.5),
+        rate("zero_copy", 4, 0.1, direction="save"), rate("staged", 4, 0.1, page=4096),
+    )  # fmt: skip
+    assert rates.fastest_seconds(65536) == [(4 * 65536, 0.0005), (64 * 65536, 0.004)]
+    assert rates.fastest_seconds(8192) == []
+
+
 def test_joined_tables_keep_the_newer_of_two_equal_points() -> None:
     joined = table(rate("staged", 4, 1.0), rate("staged", 16, 2.0)).joined(
         [rate("staged", 4, 3.0), rate("staged", 4, 7.0, page=4096)]
