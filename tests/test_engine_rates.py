@@ -126,7 +126,7 @@ def test_what_was_measured_is_told_once() -> None:
 
 def test_what_a_calibration_measured_of_a_layer_is_told_of_all() -> None:
     its = rig()
-    assert its.engine.calibrated == ()
-    paths = its.engine._paths
-    paths.calibrated = ((1000, 0.25),)
-    assert its.engine.calibrated == ((LAYERS * 1000, LAYERS * 0.25),)
+    told = [its.engine.calibrated]
+    its.engine._paths.calibrated = ((1000, 0.25),)
+    told.append(its.engine.calibrated)
+    assert told == [(), ((LAYERS * 1000, LAYERS * 0.25),)]
