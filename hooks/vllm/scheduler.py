@@ -267,7 +267,7 @@ class SchedulerHalf:
             block_hashes=self._block_tokens // self._hash_tokens if self._portable else 1,
             writes=self._saves,
             rates=self._rates,
-            bring_all=self._config.recompute == "never",
+            bring_all=self._config.recompute == "never" or self._config.load_mode != "auto",
         )
         if self._events is not None and coordinator.tiering is not None:
             coordinator.tiering.listen(self._events)

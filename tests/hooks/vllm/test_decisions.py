@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from layerstream.rates import LOAD, PREFILL, Rates
+from tests.rigs.installed_tiers import write_weights
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
 PROMPT = prompt(6 * BLOCK + 4)
@@ -161,3 +162,20 @@ def test_a_decode_step_is_timed_once_others_like_it_came_before(make_timed_rig: 
     rig.serve("a", PROMPT[:4], max_tokens=12)
     step_s = rig.rates.step_s
     assert step_s is not None and step_s >= 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "weighed"),
+    [
+        ({"load_mode": "auto"}, True),
+        ({"load_mode": "auto", "recompute": "never"}, False),
+        ({"load_mode": "parked"}, False),
+    ],
+)
+def test_what_tiers_have_is_weighed_only_if_all_hits_are(
+    make_timed_rig: Callable[..., TimedRig], tmp_path: Path, options: dict[str, Any], weighed: bool
+) -> None:
+    write_weights(tmp_path)
+    rig = make_timed_rig(options={**options, "tiers": [{"type": "disk", "path": str(tmp_path / "disk"), "gib": 0.01}]})
+    tiering = rig.connector.scheduler._coordinator.tiering
+    assert (tiering.promotions._worth is not None) == weighed
