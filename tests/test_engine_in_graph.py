@@ -118,7 +118,8 @@ def test_graph_steps_read_what_their_load_brought(api: FakeCuda, kind: str, path
         assert report.stats.gated_load_seconds == report.stats.stall_seconds == 0.0
         # How long the graph waited cannot be told from how long it computed.
         assert report.measured.steps == []
-        assert {(load.mode, load.stall_seconds) for load in report.loads} == {("in_graph", None)}
+        assert {load.stall_seconds for load in report.loads} <= {None}
+        assert {load.mode for load in report.loads} <= {"in_graph", "parked"}
     assert done == expected
 
 

@@ -180,6 +180,13 @@ def test_a_little_of_it_is_not_wrong(examine: Callable[..., list[Finding]], valu
     assert wrong(examine(**values)) == []
 
 
+def test_time_in_which_loads_held_up_the_model_is_not_taken_for_compute(examine: Callable[..., list[Finding]]) -> None:
+    values = {**FAULTS["loads slower than recomputing"][0]}
+    values |= {"load_stall_seconds__sum": 8.0, "vllm_request_prefill_time_seconds__sum": 9.0}
+    found = {finding.what: finding for finding in examine(**values)}
+    assert "1,000.0 us a token computed" in found["loads"].value and found["loads"].level is Level.WARN
+
+
 def test_two_engines_are_added_up_and_the_one_that_is_off_is_named(serve: Callable[[str], str]) -> None:
     second = "\n".join(
         line.replace('engine="0"', 'engine="1"') for line in changed(working=0).splitlines() if 'engine="0"' in line

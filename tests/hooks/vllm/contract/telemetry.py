@@ -55,7 +55,7 @@ TELEMETRY: Final[tuple[Fact, ...]] = (
     Order(
         file=_POOL,
         function="BlockPool._build_block_stored_event",
-        watched="BlockStored all_token_ids adapter_id name to_event_extra_keys medium session_id",
+        watched="BlockStored medium session_id",
         why="our events say the same of a block (KVEvents)",
     ),
     Members(
