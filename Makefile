@@ -12,12 +12,14 @@ NEXT := $(VENV)-0.33
 FUZZ_MINUTES ?= 60
 FUZZ_OUT ?= out/fuzz.json
 SOAK_MINUTES ?= 10
+TRACE ?= conversation_trace.jsonl
+POLICIES_OUT ?= out/policies
 SOAK_OUT ?= out/soak.json
 # An interpreter whose torch knows the GPU, for gpu-validate: the one of .venv is for CPUs.
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-next check bench fuzz mutants soak gpu-validate clean
+.PHONY: help setup demo test test-full test-next check bench policies fuzz mutants soak gpu-validate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-18s %s\n", $$1, $$2}'
@@ -44,6 +46,9 @@ check: setup ## lint, types, import rules and the contents of the wheel
 
 bench: setup ## measure against the targets: about an hour, with the machine left alone
 	@$(BIN)/python -m pytest profiles/microbench --timeout=0 -o faulthandler_timeout=0 --benchmark-quiet $(PYTEST_FLAGS)
+
+policies: setup ## compare eviction policies on the trace TRACE and on a made-up workload (half an hour)
+	@$(BIN)/python -m profiles.policies --trace "$(TRACE)" --out $(POLICIES_OUT)
 
 fuzz: setup ## serve at random under vLLM's real scheduler, for FUZZ_MINUTES (an hour)
 	@mkdir -p $(dir $(FUZZ_OUT))

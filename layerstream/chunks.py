@@ -10,8 +10,8 @@ class Chunk:
     """One slot and the blocks in it. Compared by identity; only the index changes it."""
 
     __slots__ = (
-        "at", "brought", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "ready", "slot",
-        "tenant", "used", "writers",
+        "at", "brought", "children", "closed", "hashes", "landed", "live", "parent", "pins", "place", "probation",
+        "ready", "slot", "tenant", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, slot: int, hashes: list[bytes], parent: Chunk | None, at: int, tenant: str | None) -> None:
@@ -41,6 +41,7 @@ class Chunk:
         self.place = 0
         """Position among the parent's children."""
         self.used = 0
+        self.probation = False
 
 
 class Span(NamedTuple):

@@ -27,6 +27,7 @@ LoadMode = Literal["auto", "layerwise", "parked"]
 TransferPathName = Literal["auto", "staged", "zero_copy", "batch_dma"]
 Recompute = Literal["auto", "never"]
 InGraphWaits = Literal["off", "flags", "events"]
+Eviction = Literal["adaptive", "lru"]
 
 
 def _option(default: Any, allowed: str, accepts: Callable[[Any], bool]) -> Any:
@@ -100,6 +101,12 @@ class StreamConfig:
         None, "a number > 0 and <= 1, or null", lambda v: v is None or (_is_number(v) and 0 < v <= 1)
     )
     """Largest part of the pool that requests of one cache salt may fill; null sets no limit."""
+    eviction: Eviction = _option(
+        "adaptive",
+        " or ".join(f'"{policy}"' for policy in get_args(Eviction)),
+        lambda v: isinstance(v, str) and v in get_args(Eviction),
+    )
+    """How a full pool forgets: by last use (lru), or so too, but most new prompts early where not all can be kept."""
     require_piecewise: bool = _option(False, "true or false", _is_bool)
     """Ask vLLM for PIECEWISE CUDA graphs only; not needed for correctness."""
     log_interval_s: float = _option(10.0, "a number >= 0", lambda v: _is_number(v) and v >= 0)

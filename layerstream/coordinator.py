@@ -17,6 +17,7 @@ from layerstream.decisions import Decision, LoadCase, LoadMode
 from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
 from layerstream.index import IndexListener, PrefixIndex, Span, joined_runs
+from layerstream.insertion import POLICIES
 from layerstream.jobs import GroupBlocks, JobKind, Report, StepPlan
 from layerstream.metrics import CacheStats, add_count
 from layerstream.ready_slots import ReadySlots
@@ -97,6 +98,7 @@ class Coordinator:
         job_deadline_s: seconds after which a job that was not answered for is given up.
         tenant_share: part of the pool's slots, above 0 and at most 1, that one tenant may fill; None: all of them.
         decided: told of each decision that a request was admitted by, once; None: nobody is.
+        eviction: a name of `layerstream.insertion.POLICIES`.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Coordinator:
         job_deadline_s: float = 60.0,
         tenant_share: float | None = None,
         decided: Callable[[Decision], None] | None = None,
+        eviction: str = "lru",
     ) -> None:
         self.epoch = 0
         """Number of resets so far."""
@@ -122,6 +125,7 @@ class Coordinator:
         self._holds = holds
         self._clock = clock
         self._tenant_share = tenant_share
+        self._eviction = eviction
         self._flights = Flights(world_size=world_size, clock=clock, deadline_s=job_deadline_s)
         self._index: PrefixIndex | None = None
         self._slots: ReadySlots | None = None
@@ -230,7 +234,10 @@ class Coordinator:
         if self._slots is None:
             self._slots = planned
             self._index = PrefixIndex(
-                slots=planned.usable, chunk_blocks=self._chunk_blocks, tenant_share=self._tenant_share
+                slots=planned.usable,
+                chunk_blocks=self._chunk_blocks,
+                policy=POLICIES[self._eviction](),
+                tenant_share=self._tenant_share,
             )
         elif slots != self.planned_slots:
             raise PoolError(

@@ -75,6 +75,7 @@ class PrefixIndex:
         self._tenants: Tenants[Chunk] | None = None
         if tenant_share is not None:
             self._policy = self._tenants = Tenants(self._policy, tenant_share)
+        self._policy.resize(slots)
 
     @property
     def slots(self) -> int:
@@ -99,6 +100,7 @@ class PrefixIndex:
     def grow(self, slots: int) -> None:
         """The host pool has `slots` slots, no fewer than before: those that are new are free, and shares grow too."""
         self._slots.grow(slots)
+        self._policy.resize(slots)
 
     def match(self, hashes: Sequence[bytes], stop: int) -> int:
         """Number of leading blocks that are published, at most `stop`. Changes nothing, not even recency."""
@@ -119,10 +121,11 @@ class PrefixIndex:
         return joined_runs((chunk.slot * self.chunk_blocks + lo, hi - lo) for chunk, lo, hi in spans)
 
     def touch(self, hashes: Sequence[bytes], stop: int) -> None:
-        """Blocks `0 .. stop - 1` were used, as far as they are published.
+        """A prompt was asked for, and its blocks `0 .. stop - 1` are used, as far as they are published.
 
         It is enough to stamp the last chunk: those before it cannot go earlier, and go right after it if need be.
         """
+        self._policy.see(hashes)
         matched = self.match(hashes, stop)
         if matched and (found := self._lookup.owner(hashes, matched - 1)) is not None:
             self._policy.touch(found[0])
@@ -168,7 +171,7 @@ class PrefixIndex:
         which are the tenant's. Each span must end in exactly one `publish` or `retire`.
 
         A tenant that would exceed its share makes room among its own chunks first. Within its share it gets whatever
-        nobody uses at this moment, least recently used first.
+        nobody uses at this moment, in the policy's order.
 
         Args:
             hashes: the prompt's block hashes.
@@ -206,7 +209,7 @@ class PrefixIndex:
             chunk.writers += 1
             self._settle(chunk)
         if spans:
-            self._policy.touch(spans[-1].chunk)
+            self._policy.fill(spans[-1].chunk)
         return spans
 
     def publish(self, spans: Iterable[Span], *, source: str | None = None) -> int:
@@ -272,6 +275,7 @@ class PrefixIndex:
             self.listener.reserved(hashes)
         if (size := self._ghosts.returned(hashes[0], self.slots)) is not None:
             add_count(self.returned, size)
+        self._policy.enter(chunk, None if parent is None or parent.children else parent)
         if parent is not None:
             chunk.place = len(parent.children)
             parent.children.append(chunk)

@@ -1,7 +1,8 @@
-"""Pictures: of one layerwise load, and of what a calibration measured."""
+"""Pictures: of one layerwise load, of what a calibration measured, and of what pools hit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 LOAD, COMPUTE, WAIT = "#2b6cb0", "#8fc9a3", "#d9480f"
 PATH_COLORS = {"staged": "#2b6cb0", "zero_copy": "#d9480f", "batch_dma": "#2f9e6e"}
+_POLICY_COLORS = ("#2b6cb0", "#d9480f", "#2f9e6e", "#8a5cc2", "#b8860b", "#5f6b76")
 _INK, _FAINT = "#1f2933", "#d5dbe1"
 
 
@@ -127,6 +129,57 @@ def draw_rates(table: RateTable, path: Path) -> Path:
     figure.axes[0].set_ylabel("GB/s", color=_INK, fontsize=11)
     figure.suptitle(f"Transfer paths on {table.device}", color=_INK, fontsize=12, x=0.01, ha="left")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, facecolor="white")
+    return path
+
+
+def draw_pools(
+    policies: Mapping[str, Sequence[tuple[int, float, float]]],
+    path: Path,
+    *,
+    title: str,
+    unit: tuple[str, float] = ("host pool of one rank in GiB", 1 << 30),
+) -> Path:
+    """Draw hit rate and saved prefill against the pool's size, a line for each policy; returns `path`.
+
+    Args:
+        policies: name -> (pool size, hit rate, saved part of the prefill) by size; the last one is drawn as a bound.
+        path: file to write; its suffix says the format.
+        title: what was served.
+        unit: name of the axis of sizes, and what sizes are divided by there.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure = _figure_class()(figsize=(9.0, 4.2), dpi=160, layout="constrained")
+    sizes = sorted({row[0] / unit[1] for rows in policies.values() for row in rows})
+    for column, (axes, heading) in enumerate(
+        zip(figure.subplots(1, 2), ("tokens hit", "prefill saved"), strict=True), start=1
+    ):
+        for number, (name, rows) in enumerate(policies.items()):
+            bound = number == len(policies) - 1
+            axes.plot(
+                [row[0] / unit[1] for row in rows],
+                [100 * row[column] for row in rows],
+                marker=None if bound else "o",
+                markersize=4,
+                color=_INK if bound else _POLICY_COLORS[number % len(_POLICY_COLORS)],
+                linestyle=(0, (4, 3)) if bound else "-",
+                linewidth=1.0 if bound else 1.5,
+                label=name,
+            )
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [f"{size:,.3g}" if size < 1000 else f"{size:,.0f}" for size in sizes])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(unit[0], color=_INK, fontsize=11)
+        axes.set_title(f"{heading}, %", color=_INK, fontsize=11.5, loc="left")
+        _style(axes, grid="y")
+    figure.suptitle(title, color=_INK, fontsize=12, x=0.01, ha="left")
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(policies), frameon=False
+    )
     figure.savefig(path, facecolor="white")
     return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -10,7 +11,7 @@ class Evictable(Protocol):
     """What a policy may know of an item; items compare and hash by identity."""
 
     used: int
-    """When it was last used, in ticks of the policy that stamps it."""
+    """When it was last used, in ticks of the policy that stamps it; below every stamp until it has one."""
 
 
 Item = TypeVar("Item", bound=Evictable)
@@ -23,8 +24,20 @@ class EvictionPolicy(Protocol[Item]):
     use is never even considered.
     """
 
+    def resize(self, slots: int) -> None:
+        """There is room for so many items."""
+
+    def see(self, hashes: Sequence[Hashable]) -> None:
+        """A prompt with these block hashes was asked for, whatever of it is there."""
+
+    def enter(self, item: Item, continues: Item | None) -> None:
+        """`item` is new. `continues`: the one it hangs behind, if nothing hung there before."""
+
+    def fill(self, item: Item) -> None:
+        """Blocks are being written into `item`, its first or more of them. It need not be evictable."""
+
     def touch(self, item: Item) -> None:
-        """`item` was used. It need not be evictable."""
+        """`item` was used again. It need not be evictable."""
 
     def add(self, item: Item) -> None:
         """`item` may be evicted; nothing happens if it already may."""
@@ -93,3 +106,15 @@ class LRU(UseOrder[Item], EvictionPolicy[Item]):
         self._tick += 1
         item.used = self._tick
         self.renew(item)
+
+    def fill(self, item: Item) -> None:
+        self.touch(item)
+
+    def resize(self, slots: int) -> None:
+        """The order of use is the same in a pool of any size."""
+
+    def see(self, hashes: Sequence[Hashable]) -> None:
+        """What is not there has no place in the order."""
+
+    def enter(self, item: Item, continues: Item | None) -> None:
+        """A new item gets its place when it is filled."""

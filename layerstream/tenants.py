@@ -6,6 +6,7 @@ A share is a ceiling, not a reservation: what a tenant leaves unused is everybod
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from layerstream.policies import Evictable, EvictionPolicy, UseOrder
@@ -32,7 +33,7 @@ class _Account(Generic[Item]):
 
 
 class Tenants(EvictionPolicy[Item]):
-    """An eviction policy that also evicts within one tenant, least recently used first, and counts tenants' slots.
+    """An eviction policy that also evicts within one tenant, by the same stamps, and counts tenants' slots.
 
     A tenant is known only while it holds a slot: there may come a new one with every request. An item that is touched,
     added or discarded occupies a slot that its tenant has taken.
@@ -75,6 +76,19 @@ class Tenants(EvictionPolicy[Item]):
         account.slots -= 1
         if not account.slots:
             del self._accounts[tenant]
+
+    def resize(self, slots: int) -> None:
+        self._policy.resize(slots)
+
+    def see(self, hashes: Sequence[Hashable]) -> None:
+        self._policy.see(hashes)
+
+    def enter(self, item: Item, continues: Item | None) -> None:
+        self._policy.enter(item, continues)
+
+    def fill(self, item: Item) -> None:
+        self._policy.fill(item)
+        self._idle(item).renew(item)
 
     def touch(self, item: Item) -> None:
         self._policy.touch(item)

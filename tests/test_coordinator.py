@@ -20,7 +20,14 @@ class Rig:
     """A coordinator and the little of an engine that a scenario needs: fresh block ids, steps, and ranks."""
 
     def __init__(
-        self, slots: int = 64, *, chunk_blocks: int = 4, world: int = 1, parked: bool = False, save_decode: bool = True
+        self,
+        slots: int = 64,
+        *,
+        chunk_blocks: int = 4,
+        world: int = 1,
+        parked: bool = False,
+        save_decode: bool = True,
+        eviction: str = "lru",
     ) -> None:
         self.clock, self.holds, self.world = Clock(0.0), BlockHolds(), world
         self.coordinator = Coordinator(
@@ -32,6 +39,7 @@ class Rig:
             holds=self.holds,
             clock=self.clock,
             job_deadline_s=60.0,
+            eviction=eviction,
         )
         if slots:
             self.coordinator.set_slots(slots)
@@ -420,6 +428,18 @@ def test_a_full_pool_drops_saves_and_works_again() -> None:
     stats = rig.coordinator.take_stats()
     assert (stats.dropped_blocks, stats.evicted_chunks, stats.saved_blocks) == (0, 6, sum(sizes))
     assert rig.coordinator.take_stats().evicted_chunks == 0
+
+
+@pytest.mark.parametrize(("eviction", "hits"), [("lru", 0), ("adaptive", 4)])
+def test_the_policy_that_was_asked_for_evicts(eviction: str, hits: int) -> None:
+    rig = Rig(slots=4, eviction=eviction)
+    used = chain(["used", 1, 2, 3])
+    rig.save("first", used)
+    rig.admit("again", used, external=4)
+    rig.done(*rig.jobs())
+    for number in range(4):
+        rig.save(f"new {number}", chain([number, 1, 2, 3]))
+    assert rig.hit(used) == hits
 
 
 def test_a_request_without_room_does_not_keep_the_others_from_saving() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from layerstream.index import Chunk, PrefixIndex, Span
+from layerstream.policies import LRU
 from tests.rigs.index_listener import Believer
 
 
@@ -180,6 +181,51 @@ def test_the_head_of_a_used_prompt_outlives_an_older_prompt() -> None:
     save(index, chain("abc"))
     assert index.match(idle, 2) == 0
     assert index.match(used, 2) == 1
+
+
+class Told(LRU[Chunk]):
+    """LRU that writes down what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[object, ...]] = []
+
+    def resize(self, slots: int) -> None:
+        self.told.append(("resize", slots))
+
+    def see(self, hashes: Sequence[Hashable]) -> None:
+        self.told.append(("see", len(hashes)))
+
+    def enter(self, item: Chunk, continues: Chunk | None) -> None:
+        self.told.append(("enter", item.slot, None if continues is None else continues.slot))
+
+    def fill(self, item: Chunk) -> None:
+        self.told.append(("fill", item.slot))
+        super().touch(item)
+
+    def touch(self, item: Chunk) -> None:
+        self.told.append(("touch", item.slot))
+        super().touch(item)
+
+
+def test_a_policy_is_told_of_the_pool_of_every_prompt_and_of_what_a_chunk_continues() -> None:
+    policy = Told()
+    index = PrefixIndex(slots=8, chunk_blocks=2, policy=policy)
+    index.grow(9)
+    prompt, other = chain(range(6)), chain([0, 1, "x"])
+    save(index, prompt, 3)
+    save(index, prompt, 6)
+    save(index, other)
+    index.touch(prompt, 5)
+    index.touch(chain("unknown"), 0)
+    assert policy.told == [
+        ("resize", 8), ("resize", 9),
+        ("enter", 0, None), ("enter", 1, 0), ("fill", 1),
+        ("enter", 2, 1), ("fill", 2),
+        ("enter", 3, None), ("fill", 3),
+        ("see", 6), ("touch", 2),
+        ("see", 7),
+    ]  # fmt: skip
 
 
 def test_no_room_changes_nothing() -> None:

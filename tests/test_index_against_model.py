@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from layerstream.index import Chunk, PrefixIndex, Span
+from layerstream.insertion import AdaptiveInsertion
+from layerstream.policies import LRU, EvictionPolicy
 
 
 def chain(blocks: Iterable[object]) -> list[bytes]:
@@ -138,12 +140,15 @@ class Machine(RuleBasedStateMachine):
 
     SHARE: float | None = 0.5
     MIXED = False
+    POLICY: Callable[[], EvictionPolicy[Chunk]] = LRU
     CHUNK, SLOTS, MOST = 2, 6, 12
     TENANTS = (None, "a", "b")
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(slots=self.SLOTS, chunk_blocks=self.CHUNK, tenant_share=self.SHARE)
+        self.index = PrefixIndex(
+            slots=self.SLOTS, chunk_blocks=self.CHUNK, policy=type(self).POLICY(), tenant_share=self.SHARE
+        )
         self.model = Model(self.SLOTS, self.CHUNK, self.SHARE)
         self.rows: dict[Chunk, Row] = {}
         self.prompts: list[list[bytes]] = []
@@ -294,6 +299,21 @@ class Machine(RuleBasedStateMachine):
             assert self.index.match(fill, len(fill)) == len(fill)
 
 
+class Adaptive(Machine):
+    """Which stamps the policy gives is its own business: the model takes them over once it has said what goes."""
+
+    POLICY = AdaptiveInsertion
+
+    @invariant()
+    def stamps_are_those_of_the_policy(self) -> None:
+        for chunk, row in self.rows.items():
+            row.used = chunk.used
+
+
+class UnlimitedAdaptive(Adaptive):
+    SHARE = None
+
+
 class Unlimited(Machine):
     SHARE = None
 
@@ -306,6 +326,6 @@ class Mixed(Machine):
     MIXED = True
 
 
-@pytest.mark.parametrize("machine", [Machine, Unlimited, Whole, Mixed])
+@pytest.mark.parametrize("machine", [Machine, Unlimited, Whole, Mixed, Adaptive, UnlimitedAdaptive])
 def test_an_index_with_shares_does_as_a_plain_model_does(machine: type[Machine]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=50))

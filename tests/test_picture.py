@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from layerstream.errors import ConfigError
-from layerstream.picture import COMPUTE, LOAD, WAIT, draw_timeline
+from layerstream.picture import COMPUTE, LOAD, WAIT, draw_pools, draw_timeline
 from layerstream.timeline import LayerTimes, Timeline
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -78,3 +79,28 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'layerstream\[plot\]'"):
         draw_timeline(timeline(2), tmp_path / "t.png", hit_tokens=1)
+
+
+def test_pools_are_drawn_in_percent_with_a_line_for_each_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    save = matplotlib.figure.Figure.savefig
+
+    def savefig(figure: Any, *args: Any, **more: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **more)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", savefig)
+    rows = {
+        "lru": [(1 << 30, 0.25, 0.125), (4 << 30, 0.5, 0.375)],
+        "optimum": [(1 << 30, 0.5, 0.25), (4 << 30, 0.75, 0.5)],
+    }
+    path = draw_pools(rows, tmp_path / "pools.png", title="12 requests")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    hit, saved = drawn[0].axes
+    assert [(line.get_label(), *line.get_xydata().tolist()) for line in hit.lines] == [
+        ("lru", [1, 25], [4, 50]),
+        ("optimum", [1, 50], [4, 75]),
+    ]
+    assert saved.lines[0].get_ydata().tolist() == [12.5, 37.5]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -134,3 +135,32 @@ def test_it_behaves_like_one_list_in_order_of_use(operations: list[tuple[str, in
             popped = tenants.pop() if operation == "pop" else tenants.pop_of(names[0])
             assert popped is expected
             evictable -= {expected} if expected else set()
+
+
+def test_an_item_that_is_filled_counts_as_used_among_its_tenants_too() -> None:
+    tenants: Tenants[Thing] = Tenants(LRU(), 1.0)
+    made = things(tenants, "abc")
+    tenants.fill(made[0])
+    assert drain_of(tenants, None) == "bca"
+
+
+def test_the_policy_behind_shares_is_told_of_everything() -> None:
+    told: list[tuple[object, ...]] = []
+
+    class Told(LRU[Thing]):
+        def resize(self, slots: int) -> None:
+            told.append((slots,))
+
+        def see(self, hashes: Sequence[Hashable]) -> None:
+            told.append(tuple(hashes))
+
+        def enter(self, item: Thing, continues: Thing | None) -> None:
+            told.append((item, continues))
+
+    tenants: Tenants[Thing] = Tenants(Told(), 1.0)
+    one, two = Thing("one", None), Thing("two", None)
+    tenants.resize(7)
+    tenants.see([b"x", b"y"])
+    tenants.enter(one, None)
+    tenants.enter(two, one)
+    assert told == [(7,), (b"x", b"y"), (one, None), (two, one)]

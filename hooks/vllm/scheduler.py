@@ -138,6 +138,7 @@ class SchedulerHalf:
             holds=self._holds,
             clock=lambda: self._seconds,
             tenant_share=config.tenant_share,
+            eviction=config.eviction,
         )
         self._exporter = Exporter(self._coordinator, lambda: self._off is None)
         events = vllm_config.kv_events_config

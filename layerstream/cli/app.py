@@ -81,11 +81,18 @@ def plan(
         list[str] | None,
         typer.Option(metavar="JSON", help="A tier to try, as in the option `tiers`; may be given several times."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests of a service, one JSON object a line: what pools would have hit."),
+    ] = None,
+    trace_block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one block of the trace.")] = 512,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture of --trace.")] = Path("out"),
 ) -> None:
     """Say how many bytes of KV cache a model keeps, and how much of it fits into the host pool and into tiers.
 
     With --tier, some objects of the model's size are written to the tier, read back and removed, and what that says
-    about a sequence is printed.
+    about a sequence is printed. With --trace, the requests are served by pools of several sizes around --pool-gib, and
+    what each would have hit, and saved of the prefill, is printed and drawn.
     """
     from layerstream.cli.plan import run
 
@@ -98,6 +105,9 @@ def plan(
         block_tokens=block_size,
         pool_gib=pool_gib,
         tiers=tier or (),
+        trace=trace,
+        trace_block_tokens=trace_block_tokens,
+        out=out,
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from layerstream.capacity import KV_DTYPES, Capacity, kv_capacity, load_config
 from layerstream.errors import ConfigError
+from layerstream.prefill_cost import prefill_cost
 
 GIB = 1 << 30
 
@@ -31,6 +32,9 @@ def run(
     block_tokens: int,
     pool_gib: float | None,
     tiers: Sequence[str] = (),
+    trace: Path | None = None,
+    trace_block_tokens: int = 512,
+    out: Path = Path("out"),
 ) -> None:
     """Print the table.
 
@@ -43,11 +47,15 @@ def run(
         block_tokens: tokens in one block.
         pool_gib: host pool of one rank; None asks this machine, with all ranks on it.
         tiers: entries of the option `tiers` as JSON, each to be tried here.
+        trace: requests to serve from pools of this size and others, see `layerstream.request_trace`.
+        trace_block_tokens: tokens in one block of the trace.
+        out: folder for the trace's picture.
 
     Raises:
-        ConfigError: the config or a tier is not understood, or the pool has no room for one block.
+        ConfigError: the config, a tier or the trace is not understood, or the pool has no room for one block.
     """
-    capacity = kv_capacity(load_config(model), kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
+    config = load_config(model)
+    capacity = kv_capacity(config, kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
     if pool_gib is None:
         from layerstream.host_budget import default_budget
 
@@ -66,6 +74,12 @@ def run(
         from layerstream.cli.tier_plan import print_tiers
 
         print_tiers(tiers, capacity, tokens=tokens)
+    if trace is not None:
+        from layerstream.cli.trace_plan import print_trace
+
+        print_trace(
+            trace, capacity, prefill_cost(config), pool_bytes=pool_bytes, block_tokens=trace_block_tokens, out=out
+        )
     if _windowed(capacity):
         Console().print(
             "The host pool keeps all layers of every block, also those that windows have passed in the KV cache: a hit "

@@ -21,7 +21,9 @@ from layerstream import assembly
 from layerstream.hooks.vllm.connector import LayerStreamConnector
 from layerstream.hooks.vllm.messages import WorkerReport
 from layerstream.host_pool import HostPool
+from layerstream.insertion import AdaptiveInsertion
 from layerstream.jobs import Report
+from layerstream.policies import LRU
 from tests.rigs.fake_pinning import FakePinner, until
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, WrongBytes, prompt
 
@@ -235,6 +237,16 @@ def test_an_idle_engine_finishes_its_saves(make_rig: MakeRig) -> None:
     rig.run()
     assert rig.connector.scheduler._coordinator.pool_used > 0
     assert_idle(rig)
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [({}, AdaptiveInsertion), ({"eviction": "lru"}, LRU), ({"eviction": "adaptive"}, AdaptiveInsertion)],
+)
+def test_the_option_chooses_what_evicts(make_rig: MakeRig, options: dict[str, Any], policy: type[object]) -> None:
+    coordinator = make_rig(options=options).connector.scheduler._coordinator
+    assert coordinator is not None and coordinator._index is not None
+    assert type(coordinator._index._policy) is policy
 
 
 def test_decode_blocks_are_saved_unless_told_not_to(make_rig: MakeRig) -> None:
