@@ -114,12 +114,13 @@ class Workload:
         full, rest = divmod(session.tokens, BLOCK_TOKENS)
         session.ids += self._fresh(full - len(session.ids))
         tail = self._fresh(1) if rest else []
-        request = {
+        output = max(1, round(answered))
+        request: dict[str, Any] = {
             "input_length": session.tokens,
-            "output_length": max(1, round(answered)),
+            "output_length": output,
             "hash_ids": session.ids + tail,
         }
-        session.tokens += request["output_length"]
+        session.tokens += output
         return request, pause
 
 
