@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -124,3 +125,17 @@ def read_rates(folder: Path, device: str, software: dict[str, str]) -> RateTable
         return RateTable(rates=rates, **data) if rates else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def measured_roof(folder: Path, kind: str, direction: str) -> float | None:
+    """Bytes per second of large copies, of any table kept in `folder` whose device's name has the word `kind`, in upper
+    or lower case; None if there is none."""
+    for path in sorted(folder.glob("rates-*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            words = re.split(r"\W+", data["device"].lower())
+            if data["version"] == VERSION and kind.lower() in words:
+                return float(data["roofs"][direction])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return None

@@ -79,7 +79,21 @@ def plan(
     ] = None,
     tier: Annotated[
         list[str] | None,
-        typer.Option(metavar="JSON", help="A tier to try, as in the option `tiers`; may be given several times."),
+        typer.Option(
+            metavar="JSON|NAME",
+            help="A tier to try, as in the option `tiers`; may be given several times. With --gpu also where the hit "
+            "is: host, disk, or a network such as 25GbE.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Say what a hit is worth on this kind of GPU: h100, a100, ...")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="With --gpu: length of the prompt, such as 32k; --tokens if not given."),
+    ] = None,
+    hit: Annotated[
+        float | None, typer.Option(help="With --gpu: part of the prompt that is kept; 0.9 if not given.")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -89,6 +103,9 @@ def plan(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture of --trace.")] = Path("out"),
 ) -> None:
     """Say how many bytes of KV cache a model keeps, and how much of it fits into the host pool and into tiers.
+
+    With --gpu, say whether loading a part of a prompt is worth it there, how much layer by layer helps, and what limits
+    it. Numbers that are assumed and not measured are marked so.
 
     With --tier, some objects of the model's size are written to the tier, read back and removed, and what that says
     about a sequence is printed. With --trace, the requests are served by pools of several sizes around --pool-gib, and
@@ -108,6 +125,9 @@ def plan(
         trace=trace,
         trace_block_tokens=trace_block_tokens,
         out=out,
+        gpu=gpu,
+        prompt=prompt,
+        hit=hit,
     )
 
 

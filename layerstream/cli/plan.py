@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerstream.capacity import KV_DTYPES, Capacity, kv_capacity, load_config
+from layerstream.config import StreamConfig
 from layerstream.errors import ConfigError
 from layerstream.prefill_cost import prefill_cost
 
@@ -35,6 +36,9 @@ def run(
     trace: Path | None = None,
     trace_block_tokens: int = 512,
     out: Path = Path("out"),
+    gpu: str | None = None,
+    prompt: str | None = None,
+    hit: float | None = None,
 ) -> None:
     """Print the table.
 
@@ -46,15 +50,25 @@ def run(
         tokens: length of one sequence.
         block_tokens: tokens in one block.
         pool_gib: host pool of one rank; None asks this machine, with all ranks on it.
-        tiers: entries of the option `tiers` as JSON, each to be tried here.
+        tiers: entries of the option `tiers` as JSON, each to be tried here; with `gpu` one may be a name instead, of
+            where the hit of the forecast is.
+        gpu: kind of GPU to forecast a hit on; None for no forecast.
+        prompt: tokens of the forecast's prompt; None for `tokens` of them.
+        hit: part of that prompt that is kept; None for 0.9.
         trace: requests to serve from pools of this size and others, see `layerstream.request_trace`.
         trace_block_tokens: tokens in one block of the trace.
         out: folder for the trace's picture.
 
     Raises:
-        ConfigError: the config, a tier or the trace is not understood, or the pool has no room for one block.
+        ConfigError: the config, a tier, the trace or the forecast's request is not understood, or the pool has no room
+            for one block.
     """
     config = load_config(model)
+    named = [tier for tier in tiers if not tier.lstrip().startswith("{")]
+    if gpu is None and (named or prompt is not None or hit is not None):
+        raise ConfigError("--prompt, --hit and a tier by its name are about a hit on some GPU; add --gpu, such as h100")
+    if len(named) > 1:
+        raise ConfigError(f"--tier {' and --tier '.join(named)}: a forecast is of one place where the hit is; name one")
     capacity = kv_capacity(config, kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)
     if pool_gib is None:
         from layerstream.host_budget import default_budget
@@ -70,10 +84,21 @@ def run(
             f"use --pool-gib {capacity.block_bytes / GIB:.3g} or more"
         )
     Console().print(_table(capacity, tokens=tokens, pool_bytes=pool_bytes, pool_origin=pool_origin))
-    if tiers:
+    if gpu is not None:
+        from layerstream.cli.forecast_plan import HOST, parse_tokens, print_forecast
+
+        print_forecast(
+            config,
+            capacity,
+            gpu_name=gpu,
+            prompt=tokens if prompt is None else parse_tokens(prompt),
+            hit=0.9 if hit is None else hit,
+            tier=named[0] if named else HOST,
+        )
+    if tried := [tier for tier in tiers if tier not in named]:
         from layerstream.cli.tier_plan import print_tiers
 
-        print_tiers(tiers, capacity, tokens=tokens)
+        print_tiers(tried, capacity, tokens=tokens)
     if trace is not None:
         from layerstream.cli.trace_plan import print_trace
 
@@ -103,6 +128,8 @@ def _table(capacity: Capacity, *, tokens: int, pool_bytes: int, pool_origin: str
     row("layers", f"{max(len(stage) for stage in capacity.stages)}", f"{capacity.layers}")
     row("per token", size(capacity.token_bytes), size(capacity.total_token_bytes))
     row(f"per block of {capacity.block_tokens} tokens", size(capacity.block_bytes))
+    chunk_blocks = StreamConfig().chunk_blocks(capacity.block_tokens)
+    row(f"per chunk of {chunk_blocks * capacity.block_tokens} tokens", size(chunk_blocks * capacity.block_bytes))
     row("per page (one layer of a block)", size(capacity.page_bytes))
     row(
         f"per sequence of {tokens:,} tokens",
