@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,9 +65,9 @@ def run(
             for one block.
     """
     config = load_config(model)
-    named = [tier for tier in tiers if not tier.lstrip().startswith("{")]
-    if gpu is None and (named or prompt is not None or hit is not None):
-        raise ConfigError("--prompt, --hit and a tier by its name are about a hit on some GPU; add --gpu, such as h100")
+    if gpu is None and (prompt is not None or hit is not None):
+        raise ConfigError("--prompt and --hit are about a hit on some GPU; add --gpu, such as --gpu h100")
+    named = [tier for tier in tiers if gpu is not None and re.fullmatch(r"[\w ./]+", tier)]
     if len(named) > 1:
         raise ConfigError(f"--tier {' and --tier '.join(named)}: a forecast is of one place where the hit is; name one")
     capacity = kv_capacity(config, kv_dtype=kv_dtype, tp=tp, pp=pp, block_tokens=block_tokens)

@@ -89,7 +89,9 @@ def _entry(text: str) -> Mapping[str, Any]:
     try:
         entry = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f'--tier {text}: not JSON ({error}); write it as \'{{"type": "disk", ...}}\'') from error
+        raise ConfigError(
+            f'--tier {text}: not JSON ({error}); write it as \'{{"type": "disk", ...}}\', or add --gpu for a forecast'
+        ) from error
     if not isinstance(entry, dict):
         raise ConfigError(f'--tier {text}: one tier is an object, as \'{{"type": "disk", ...}}\'')
     return entry

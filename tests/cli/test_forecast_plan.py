@@ -109,7 +109,7 @@ def test_a_calibration_of_such_a_gpu_is_used(tmp_path: Path, cache: Path, capsys
     [
         ({"gpu": None, "prompt": "4k"}, "add --gpu"),
         ({"gpu": None, "hit": 0.5}, "add --gpu"),
-        ({"gpu": None, "tiers": ["disk"]}, "add --gpu"),
+        ({"gpu": None, "tiers": ["disk"]}, "not JSON .* or add --gpu"),
         ({"gpu": "abacus"}, "known are"),
         ({"tiers": ["disk", "host"]}, "name one"),
         ({"tiers": ["tape"]}, "allowed are host"),
