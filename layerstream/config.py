@@ -84,7 +84,7 @@ class StreamConfig:
         " or ".join(f'"{mode}"' for mode in get_args(LoadMode)),
         lambda v: isinstance(v, str) and v in get_args(LoadMode),
     )
-    """Hide each layer's load behind compute (layerwise), or hold the request until all is there; auto is layerwise."""
+    """Hide each layer's load behind compute (layerwise), or park the request; auto decides for each hit, by rates."""
     recompute: Recompute = _option(
         "auto",
         " or ".join(f'"{way}"' for way in get_args(Recompute)),

@@ -333,7 +333,7 @@ class SchedulerHalf:
             "pinned" if all(rank.pinned for rank in ranks) else "not pinned",
             ready,
             "none" if coordinator.tiering is None else ", ".join(f"{spec.tier}{portable}" for spec in self._tiers),
-            "parked" if self._config.load_mode == "parked" else "layerwise",
+            self._config.load_mode,
             "saved" if self._config.save_decode else "not saved",
             ", every block verified" if self._config.verify else "",
             namespace.hex()[:12],

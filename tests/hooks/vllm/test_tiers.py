@@ -199,7 +199,7 @@ def test_the_log_names_the_tiers_and_what_they_did(make_rig: MakeRig, told: pyte
     served(make_rig(), "a", prompt(300))
     told.clear()
     rig = make_rig()
-    assert "tiers memory, loads layerwise" in told.text
+    assert "tiers memory, loads auto" in told.text
     served(rig, "a", prompt(300))
     rig.connector.shutdown()
     lines = [record.message for record in told.records if "LayerStream tiers:" in record.message]
