@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from layerstream.model_store import cache_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # Before anything imports them: neither vLLM nor transformers has a reason to call home from a test.
 os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"})
+
+# What engines learn of this machine must not decide in a later run; models are kept.
+MODELS = cache_dir()
+os.environ["LAYERSTREAM_CACHE"] = tempfile.mkdtemp(prefix="layerstream-tests-")
+atexit.register(shutil.rmtree, os.environ["LAYERSTREAM_CACHE"], ignore_errors=True)
 
 # The same examples each run, and no deadline: a shared machine stalls now and then. HYPOTHESIS_PROFILE=explore
 # looks for new ones.
@@ -26,7 +36,7 @@ def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made on first use and kept in the cache folder."""
     from layerstream.model_store import prepare_model
 
-    return prepare_model()
+    return prepare_model(MODELS)
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,6 @@ def test_what_tiers_have_is_weighed_only_if_all_hits_are(
     make_timed_rig: Callable[..., TimedRig], tmp_path: Path, options: dict[str, Any], weighed: bool
 ) -> None:
     write_weights(tmp_path)
-    rig = make_timed_rig(options={**options, "tiers": [{"type": "disk", "path": str(tmp_path / "disk"), "gib": 0.01}]})
+    rig = make_timed_rig(options={**options, "tiers": [{"type": "disk", "path": f"{tmp_path}-disk", "gib": 0.01}]})
     tiering = rig.connector.scheduler._coordinator.tiering
     assert (tiering.promotions._worth is not None) == weighed
