@@ -257,6 +257,41 @@ MUTATIONS = (
         new='adapter = b""',
         tests=("tests/hooks/vllm/test_block_hashes.py",),
     ),
+    Mutation(
+        name="nobody waits for the rest of a released load",
+        file="layerstream/jobs.py",
+        old="        return bool(self.released) or any(job.kind is JobKind.LOAD for job in self.jobs)",
+        new="        return any(job.kind is JobKind.LOAD for job in self.jobs)",
+        tests=("tests/test_coordinator_release.py", "tests/hooks/vllm/test_early_release.py"),
+    ),
+    Mutation(
+        name="a load that failed on a rank is released",
+        file="layerstream/flights.py",
+        old="            if flight.releases >= self.world_size and not flight.failed:",
+        new="            if flight.releases >= self.world_size:",
+        tests=("tests/test_coordinator_release.py",),
+    ),
+    Mutation(
+        name="every group of heads is a rank's first",
+        file="layerstream/head_groups.py",
+        old="page_head=place * heads",
+        new="page_head=0",
+        tests=("tests/test_head_groups.py", "tests/tiers/test_bounce.py"),
+    ),
+    Mutation(
+        name="computing is preferred where estimates are doubtful",
+        file="layerstream/chooser.py",
+        old="rates.line(LOAD, errors=-errors), rates.forward(case.found_tokens, errors=errors)",
+        new="rates.line(LOAD, errors=errors), rates.forward(case.found_tokens, errors=-errors)",
+        tests=("tests/test_chooser.py",),
+    ),
+    Mutation(
+        name="a prompt that was used again stays on probation",
+        file="layerstream/insertion.py",
+        old="        item.probation = False",
+        new="        pass",
+        tests=("tests/test_insertion.py",),
+    ),
 )
 
 
