@@ -21,7 +21,7 @@ from tests.rigs.scheduler_rig import BLOCK
 
 MakeRig = Callable[..., LateSchedulerRig]
 
-NUM_BLOCKS, TURNS = 20, 40
+NUM_BLOCKS, TURNS = 20, 80
 
 
 @pytest.fixture

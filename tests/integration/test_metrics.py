@@ -74,6 +74,7 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder.mkdir(mode=0o700)
     options = {
         "host_gib": 18 / 1024, "chunk_tokens": CHUNK, "log_interval_s": 0.01,
+        "load_mode": "layerwise", "eviction": "lru",
         "tiers": [{"type": "disk", "path": str(folder), "gib": 1, "lookup_ms": 20_000}],
     }  # fmt: skip
     with Run(tiny_llama, root / "server.log", options=options) as server:

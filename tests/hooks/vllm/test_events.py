@@ -140,9 +140,15 @@ def test_without_vllms_option_nothing_is_described_or_told(make_rig: MakeRig) ->
     assert half._coordinator._index.listener is None
 
 
-def disk(folder: Path, chunks: float = 1000) -> dict[str, Any]:
+def beside(model: Path) -> Path:
+    """The folder of a tier: not among the model's files."""
+    return model.with_name(f"{model.name}-kv")
+
+
+def disk(model: Path, chunks: float = 1000) -> dict[str, Any]:
+    folder = beside(model)
     folder.mkdir(mode=0o700, exist_ok=True)
-    write_weights(folder.parent)
+    write_weights(model)
     # A block is 3 layers of 16 tokens of 32 bytes; an object has a header too, and all of it is padded.
     return {"tiers": [{"type": "disk", "path": str(folder), "gib": chunks * 16384 / (1 << 30), "lookup_ms": 20_000}]}
 
@@ -150,8 +156,7 @@ def disk(folder: Path, chunks: float = 1000) -> dict[str, Any]:
 def test_copies_on_disk_are_told_when_they_are_written_and_again_when_they_go(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "kv"
-    rig = make_rig(events=True, options=disk(folder))
+    rig = make_rig(events=True, options=disk(tmp_path))
     coordinator = rig.connector.scheduler._coordinator
     assert coordinator is not None
     replay = Replay()
@@ -167,7 +172,7 @@ def test_copies_on_disk_are_told_when_they_are_written_and_again_when_they_go(
     assert {event.ownership for event in said} == {"disk"}
     assert replay.at("DISK", "disk") == replay.at("CPU") == pool_content(coordinator)
     # Whoever removes a file: the engine sees it go when it next looks.
-    for file in folder.rglob("*.safetensors"):
+    for file in beside(tmp_path).rglob("*.safetensors"):
         file.unlink()
     deadline = time.monotonic() + 60.0
     number = 0
@@ -182,7 +187,7 @@ def test_copies_on_disk_are_told_when_they_are_written_and_again_when_they_go(
 
 def test_a_tail_that_grew_stays_in_its_place(make_rig: MakeRig, tmp_path: Path) -> None:
     """The object of six blocks is replaced by one of eight: its blocks are on disk all the time."""
-    rig = make_rig(events=True, options=disk(tmp_path / "kv"))
+    rig = make_rig(events=True, options=disk(tmp_path))
     replay = Replay()
     rig.serve("a", prompt(6 * BLOCK + 3))
     drain(rig)
@@ -199,7 +204,7 @@ def test_a_tail_that_grew_stays_in_its_place(make_rig: MakeRig, tmp_path: Path) 
 
 
 def test_after_a_reset_no_tier_has_anything_for_this_engine(make_rig: MakeRig, tmp_path: Path) -> None:
-    rig = make_rig(events=True, options=disk(tmp_path / "kv"))
+    rig = make_rig(events=True, options=disk(tmp_path))
     replay = Replay()
     rig.serve("a", prompt(6 * BLOCK + 3))
     drain(rig)

@@ -239,7 +239,7 @@ def test_vllm_counts_a_hit_for_the_tier_it_came_from_and_the_next_one_for_the_ho
 ) -> None:
     """A pool of four chunks: two long prompts of others take the first one's place, and it comes back from disk."""
     write_weights(tmp_path)
-    folder = tmp_path / "kv"
+    folder = tmp_path.with_name(f"{tmp_path.name}-kv")
     folder.mkdir(mode=0o700)
     tiers = [{"type": "disk", "path": str(folder), "gib": 1, "lookup_ms": 20_000}]
     rig = make_rig(options={"host_gib": 4 * 6144 / (1 << 30) * 1.2, "chunk_tokens": 4 * BLOCK, "tiers": tiers})
