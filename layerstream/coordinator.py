@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -132,7 +132,8 @@ class Coordinator:
         self._backlog_blocks = sys.maxsize
         self._decided = decided
         self._layers, self._block_bytes = 1, 0
-        self._running = 0
+        self._running: set[str] = set()
+        """Requests that the last step computed tokens of and that have not ended."""
         self._step_s: float | None = None
         self._queued_bytes = 0
         """Of loads that not every rank has ended."""
@@ -294,14 +295,14 @@ class Coordinator:
             block_tokens=self._block_tokens,
         )
 
-    def stepped(self, running: int, step_s: float | None = None) -> None:
+    def stepped(self, requests: Iterable[str], step_s: float | None = None) -> None:
         """Say how busy the engine is, for decisions.
 
         Args:
-            running: requests that the step being planned computes tokens of.
+            requests: those that the step being planned computes tokens of; they count until they end.
             step_s: typical seconds of a step; None if unknown.
         """
-        self._running, self._step_s = running, step_s
+        self._running, self._step_s = set(requests), step_s
 
     def listen(self, listener: IndexListener) -> None:
         """Tell `listener` what the host pool comes to hold and loses. To be called after `set_slots`."""
@@ -353,7 +354,7 @@ class Coordinator:
                 block_bytes=self._block_bytes,
                 layers=self._layers,
                 queued_bytes=self._queued_bytes,
-                running=self._running,
+                running=len(self._running) - (request_id in self._running),
                 step_s=self._step_s,
             )
         )
@@ -567,6 +568,7 @@ class Coordinator:
         """Forget a request, known or not. Its jobs go on, and its parked load is still named in an outcome."""
         self._requests.pop(request_id, None)
         self._decisions.pop(request_id, None)
+        self._running.discard(request_id)
         if self.tiering is not None:
             self.tiering.finished(request_id)
 

@@ -37,7 +37,7 @@ class LoadCase:
     queued_bytes: int
     """Of loads submitted before it whose ranks have not answered."""
     running: int
-    """Other requests that the last step computed tokens of."""
+    """Other requests that the last step computed tokens of and that have not ended."""
     step_s: float | None
     """Typical seconds of a step of those; None if unknown."""
 

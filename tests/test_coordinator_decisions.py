@@ -65,7 +65,8 @@ def test_so_much_is_offered_as_was_decided_and_it_is_counted(blocks: int | None,
 def test_a_request_is_described_as_it_is() -> None:
     says = Says()
     rig = served_once(says)
-    rig.coordinator.stepped(5, 0.025)
+    rig.coordinator.stepped(["a", "b", "c", "d"], 0.025)
+    rig.coordinator.finish("d")
     rig.ask("a", PROMPT, local=2, tokens=8 * B + 7)
     assert says.cases == [
         LoadCase(
@@ -76,7 +77,7 @@ def test_a_request_is_described_as_it_is() -> None:
             block_bytes=MIB,
             layers=32,
             queued_bytes=0,
-            running=5,
+            running=2,
             step_s=0.025,
         )
     ]

@@ -386,7 +386,7 @@ class SchedulerHalf:
         self._tick()
         if self._off is None and self._saves:
             self._observe(coordinator, output)
-        coordinator.stepped(len(output.num_scheduled_tokens), self._rates.step_s)
+        coordinator.stepped(output.num_scheduled_tokens, self._rates.step_s)
         plan = coordinator.plan(forward=bool(output.num_scheduled_tokens))
         if self._computes_hit or (plan is not None and plan.jobs):
             plan = dataclasses.replace(plan or StepPlan(step=0), work=self._work(output))

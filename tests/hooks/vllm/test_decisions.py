@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from layerstream.decisions import LoadMode
 from layerstream.rates import LOAD, PREFILL, Rates
+from tests.rigs.fixed_choice import FixedChoice
 from tests.rigs.installed_tiers import write_weights
 from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
 
@@ -162,6 +164,27 @@ def test_a_decode_step_is_timed_once_others_like_it_came_before(make_timed_rig: 
     rig.serve("a", PROMPT[:4], max_tokens=12)
     step_s = rig.rates.step_s
     assert step_s is not None and step_s >= 0.03
+
+
+def test_a_request_that_ended_in_the_last_step_does_not_run_beside_the_next_one(
+    make_timed_rig: Callable[..., TimedRig],
+) -> None:
+    rig = make_timed_rig()
+    coordinator = rig.connector.scheduler._coordinator
+    coordinator._chooser = chooser = FixedChoice(LoadMode.LAYERWISE)
+    rig.serve("cold", PROMPT)
+    rig.add("other", prompt(BLOCK, 1))
+    rig.step()
+    assert not rig.scheduler.has_unfinished_requests()
+    rig.add("alone", PROMPT)
+    rig.step()
+    rig.run()
+    rig.add("long", prompt(BLOCK, 2), max_tokens=4)
+    rig.step()
+    rig.add("beside", PROMPT)
+    rig.step()
+    assert [case.running for case in chooser.cases] == [0, 1]
+    rig.run()
 
 
 @pytest.mark.parametrize(
