@@ -400,6 +400,7 @@ class Coordinator:
         request.limit = _NEVER if self._save_decode else num_prompt_tokens // self._block_tokens
         request.cursor = 0
         request.tenant = tenant
+        resumed = request.parked_in is not None
         # What a parked load brings from before a reset must not become a hit after it.
         stale = request.parked_in not in (None, self.epoch)
         request.due = _NEVER if stale else self._due(request)
@@ -420,7 +421,8 @@ class Coordinator:
             for source, blocks in request.sources.items():
                 add_count(self._stats.hit_tokens_from, source, blocks * self._block_tokens)
                 add_count(self._stats.hit_requests_from, source)
-        if self._index is not None:
+        # A request that goes on after its parked load was asked for once, not twice.
+        if self._index is not None and not (resumed and stop == 0):
             self._index.touch(hashes, stop)
         if self.tiering is not None:
             self.tiering.admitted(request_id, hashes, stop if external_tokens > 0 else 0)

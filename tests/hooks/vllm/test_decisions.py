@@ -187,6 +187,20 @@ def test_a_request_that_ended_in_the_last_step_does_not_run_beside_the_next_one(
     rig.run()
 
 
+@pytest.mark.parametrize("mode", LoadMode)
+def test_eviction_hears_once_of_a_prompt_that_is_loaded(
+    make_timed_rig: Callable[..., TimedRig], monkeypatch: pytest.MonkeyPatch, mode: LoadMode
+) -> None:
+    rig = make_timed_rig()
+    coordinator = rig.connector.scheduler._coordinator
+    coordinator._chooser = FixedChoice(mode)
+    rig.serve("cold", PROMPT)
+    heard: list[int] = []
+    monkeypatch.setattr(coordinator._index._policy, "see", lambda hashes: heard.append(len(hashes)))
+    assert rig.serve("warm", PROMPT) == HIT
+    assert heard == [HIT // BLOCK]
+
+
 @pytest.mark.parametrize(
     ("options", "weighed"),
     [
