@@ -411,7 +411,8 @@ class Coordinator:
         if external_tokens > 0:
             request.sources = self._load(request_id, hashes, tables, local, stop, decision)
             request.parked_in = self.epoch if decision is not None and decision.mode is LoadMode.PARKED else None
-        if decision is not None:
+        # One that was to load and that nothing is loaded by was overtaken, as when loads were turned off meanwhile.
+        if decision is not None and (external_tokens or not decision.tokens):
             add_count(self._stats.decisions, decision.reason)
             if self._decided is not None:
                 self._decided(decision)

@@ -139,3 +139,12 @@ def test_the_last_decision_is_the_one_that_counts() -> None:
     rig.ask("a", PROMPT)
     rig.admit("a", PROMPT)
     assert rig.coordinator.take_stats().decisions == {"recompute": 1}
+
+
+def test_a_decision_to_load_counts_only_if_something_is_loaded_by_it() -> None:
+    says = Says()
+    rig = served_once(says)
+    rig.coordinator.take_stats()
+    assert rig.ask("a", PROMPT) == 8
+    rig.admit("a", PROMPT)
+    assert rig.coordinator.take_stats().decisions == {} and says.decisions == []
