@@ -18,8 +18,8 @@ NAME.nsys-rep, exports NAME.sqlite, and prints the report of profiles/overlap.py
   -h, --help          this text
 
 Only the warm requests are recorded (capture range: vLLM's CUDA profiler calls), with CUDA graphs traced node by node.
-Options of the connector: LAYERSTREAM_OPTIONS, a JSON object. The interpreter is $PYTHON, else the checkout's .venv,
-else python3; nsys is $NSYS, else the one on the path.
+Options of the connector: LAYERSTREAM_OPTIONS, a JSON object; without it every hit is loaded, layer by layer. The
+interpreter is $PYTHON, else the checkout's .venv, else python3; nsys is $NSYS, else the one on the path.
 TEXT
 }
 
@@ -65,7 +65,7 @@ command -v "$python" >/dev/null || python=python3
 mkdir -p "$(dirname "$output")"
 case $output in /*) ;; *) output=$PWD/$output ;; esac
 
-options=${LAYERSTREAM_OPTIONS:-'{}'}
+options=${LAYERSTREAM_OPTIONS:-'{"load_mode":"layerwise","recompute":"never"}'}
 transfer='{"kv_connector":"LayerStreamConnector","kv_role":"kv_both","kv_connector_extra_config":'$options'}'
 
 # The development endpoint clears the prefix cache, the profiler's endpoints mark the capture range. Kernels are

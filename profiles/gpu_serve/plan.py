@@ -20,6 +20,8 @@ CUDA_BLOCK_TOKENS = 16
 PROMPTS_KEPT = 3
 """Longest prompts that the KV cache and the host pool have room for: the one that is hit, and cold ones beside it."""
 LEAST_HOST_GIB = 0.25
+LOADED = {"load_mode": "layerwise", "recompute": "never"}
+"""Of LayerStream, whose loads are measured: also where this machine was found to be quicker without."""
 EXACT_PROMPTS, ANSWER_TOKENS = 2, 16
 """Prompts whose logprobs are compared, and tokens of their answers."""
 
@@ -116,7 +118,7 @@ def plan_systems(settings: Settings, model: Model, *, cuda: bool) -> list[System
 
     known: dict[str, SystemSpec | NotRun] = {
         PLAIN: spec(PLAIN, None),
-        LAYERSTREAM: spec(LAYERSTREAM, NAME, host_gib=host_gib),
+        LAYERSTREAM: spec(LAYERSTREAM, NAME, host_gib=host_gib, **LOADED),
         OFFLOADING: spec(OFFLOADING, "OffloadingConnector", cpu_bytes_to_use=int(host_gib * 2**30)),
     }
     if not cuda:
@@ -124,7 +126,7 @@ def plan_systems(settings: Settings, model: Model, *, cuda: bool) -> list[System
     systems = [known[name] for name in settings.systems]
     if settings.in_graph is not None:
         if cuda:
-            systems.append(spec(IN_GRAPH, NAME, host_gib=host_gib, in_graph_waits=settings.in_graph))
+            systems.append(spec(IN_GRAPH, NAME, host_gib=host_gib, **LOADED, in_graph_waits=settings.in_graph))
         else:
             systems.append(NotRun(name=IN_GRAPH, reason="waits inside CUDA graphs need a GPU"))
     return systems

@@ -10,10 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from layerstream.hooks.vllm.local_engine import LocalEngine
+from layerstream.hooks.vllm.register import NAME
 from profiles.microbench.engine_process import EngineSpec
 
 COMMANDS = ("serve", "forget")
 """Methods of the engine that the other side may call."""
+LOADED = {"load_mode": "layerwise", "recompute": "never"}
+"""Rows say what loads take, whatever this machine was found to be quicker at."""
 
 
 def start(spec: EngineSpec) -> LocalEngine:
@@ -22,7 +25,7 @@ def start(spec: EngineSpec) -> LocalEngine:
         Path(spec.model),
         max_model_len=spec.max_model_len,
         connector=spec.connector,
-        options=spec.options,
+        options={**LOADED, **spec.options} if spec.connector == NAME else spec.options,
         skip_tokenizer_init=True,
     )
 

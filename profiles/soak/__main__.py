@@ -39,11 +39,17 @@ DISK_MIB = 320
 CAP_GIB = 0.2
 POOL_MIB = 48
 """Host pool: a few prompts' KV, so that most hits have to come from tiers."""
-CHUNK_TOKENS = 128
 REMOTE_PEACE_S = (8.0, 25.0)
 """Shortest and longest time between two faults of a service. One that failed is left alone for a while after it is well
 again (layerstream.tiers.breaker), and with less peace no tier but the disk would ever be asked."""
 CONTROL_FAULT = "disk: bits flipped"
+OPTIONS: dict[str, Any] = {
+    "host_gib": POOL_MIB / 1024,
+    "chunk_tokens": 128,
+    # A model this small is computed sooner than anything is loaded, and tiers would have nothing to do.
+    "recompute": "never",
+    "log_interval_s": 0.01,
+}
 ENGINE: dict[str, Any] = {
     # In bfloat16 the differences between two right answers would be as large as those to a wrong one.
     "dtype": "float32",
@@ -127,12 +133,7 @@ def _soak(chosen: argparse.Namespace, stack: ExitStack, tally: Tally) -> int:
     lives: list[EngineLife] = []
 
     def start(order: Sequence[str]) -> EngineLife:
-        options = {
-            "host_gib": POOL_MIB / 1024,
-            "chunk_tokens": CHUNK_TOKENS,
-            "log_interval_s": 0.01,
-            "tiers": [tiers[name] for name in order],
-        }
+        options = {**OPTIONS, "tiers": [tiers[name] for name in order]}
         life = EngineLife(model, options=options, arguments=ENGINE, printed=printed, unchecked=chosen.control)
         lives.append(life)
         return life

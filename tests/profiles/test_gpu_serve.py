@@ -107,6 +107,9 @@ class TestPlan:
         ours, theirs = specs[1]["options"], specs[2]["options"]
         assert theirs["cpu_bytes_to_use"] == int(ours["host_gib"] * 2**30)
         assert specs[3]["options"] == {**ours, "in_graph_waits": "flags"}
+        assert (ours["recompute"], ours["load_mode"]) == ("never", "layerwise"), (
+            "rates must not decide what is measured"
+        )
 
     def test_the_options_of_a_gpu_reach_the_engine(self) -> None:
         flags = "--backend FLASH_ATTN --gpu-memory-utilization 0.5 --gpu-blocks 99 --batched-tokens 2048"

@@ -16,13 +16,15 @@ import torch
 
 from layerstream.backends import PATHS
 from layerstream.cli.results import Results as RecordedResults
+from layerstream.hooks.vllm.register import NAME
 from layerstream.jobs import JobKind, Report
 from layerstream.streams.cpu import CpuDevice
 from layerstream.tiers.base import Batch, TierStore
 from layerstream.tiers.mover import TierMover
-from profiles.microbench import device_rig, fio, machine, report
+from profiles.microbench import device_rig, engine_server, fio, machine, report
 from profiles.microbench.counting import CountingDevice, CountingStream
 from profiles.microbench.device_rig import LAYERS, DeviceRig
+from profiles.microbench.engine_process import EngineSpec
 from profiles.microbench.lmcache_ops import NotThereError, lmcache_transfer
 from profiles.microbench.results import (
     MAIN,
@@ -157,6 +159,15 @@ def test_a_comparison_without_a_target_ends_at_the_first_look() -> None:
     row = Row(name="a")
     compare_all([row], lambda: [1.0], lambda: [2.0], 15, lambda text: None)
     assert len(row.pairs) == 10
+
+
+@pytest.mark.parametrize("given", [{"host_gib": 2}, {"load_mode": "parked"}])
+def test_rates_do_not_decide_what_is_measured(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    monkeypatch.setattr(engine_server, "LocalEngine", lambda *_, **arguments: arguments["options"])
+    ours = EngineSpec(model="m", max_model_len=1, connector=NAME, options=given)
+    assert engine_server.start(ours) == {"load_mode": "layerwise", "recompute": "never", **given}
+    others = EngineSpec(model="m", max_model_len=1, connector="LMCacheMPConnector", options=given)
+    assert engine_server.start(others) == given
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,7 +83,14 @@ def test_the_example_is_recorded_exported_and_reported(tmp_path: Path) -> None:
     assert reported == f"python -m profiles.overlap {output}.sqlite"
 
 
-def test_the_server_is_recorded_exported_and_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, '{"load_mode":"layerwise","recompute":"never"}'),
+        ({"LAYERSTREAM_OPTIONS": '{"host_gib": 2}'}, '{"host_gib": 2}'),
+    ],
+)
+def test_the_server_is_recorded_exported_and_reported(tmp_path: Path, given: dict[str, str], used: str) -> None:
     calls = tmp_path / "calls"
     output = tmp_path / "name"
     nsys = program(
@@ -91,7 +98,7 @@ def test_the_server_is_recorded_exported_and_reported(tmp_path: Path) -> None:
         f'echo "nsys $*" >>{calls}; case $1 in profile) echo made >{output}.nsys-rep; sleep 1 ;; esac',
     )
     python = program(tmp_path / "python", f'echo "python $*" >>{calls}')
-    options = {"NSYS": str(nsys), "PYTHON": str(python), "LAYERSTREAM_OPTIONS": '{"host_gib": 2}'}
+    options = {"NSYS": str(nsys), "PYTHON": str(python), **given}
     done = run("nsys_serve.sh", "-o", str(output), "-t", "99", "model", "--", "--enforce-eager", **options)
     assert done.returncode == 0, done.stderr
     found = calls.read_text().splitlines()
@@ -99,7 +106,7 @@ def test_the_server_is_recorded_exported_and_reported(tmp_path: Path) -> None:
     assert "--capture-range=cudaProfilerApi" in recorded
     assert "--cuda-graph-trace=node" in recorded
     assert f"{python} -m vllm.entrypoints.openai.api_server --model model --port 8765" in recorded
-    assert '"kv_connector_extra_config":{"host_gib": 2}}' in recorded
+    assert f'"kv_connector_extra_config":{used}}}' in recorded
     assert recorded.endswith("--enforce-eager")
     assert any(
         line.startswith("python -m profiles.serve_client --port 8765 --model model --tokens 99") for line in found

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from profiles.soak import __main__ as soak_main
 from profiles.soak import run as run_module
 from profiles.soak.checks import TOLERANCE, Tally, difference
 from profiles.soak.disk import Volume
@@ -470,3 +471,7 @@ def test_shared_memory_that_a_stopped_engine_leaves_is_seen_and_that_of_a_killed
         tally, _, _ = soak(InThisSession, tmp_path, ends=("killed",))
     assert not tally.broken
     assert not file.exists()
+
+
+def test_every_hit_is_loaded_however_quick_the_model_is() -> None:
+    assert soak_main.OPTIONS["recompute"] == "never"
