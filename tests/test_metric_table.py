@@ -92,6 +92,17 @@ def test_counters_are_shown_as_rates_and_gauges_are_not(dashboard: Any) -> None:
             assert (function in {"rate", "increase"}) is counts, text
 
 
+def test_stalls_are_compared_with_the_time_of_the_same_loads(dashboard: Any) -> None:
+    """Parked loads stall too, once they are released, and are not among those that are to be hidden."""
+    seen = 0
+    for text in (*expressions(dashboard), DOCUMENT.read_text()):
+        for labels in re.findall(r"1 - sum\(rate\(vllm:layerstream_load_stall_seconds_sum(.*?)\n", text + "\n"):
+            stalled, loaded = re.findall(r'mode=~"([a-z|\\]+)"', labels)
+            assert stalled == loaded
+            seen += 1
+    assert seen == 2
+
+
 def test_the_dashboard_has_panels_that_do_not_overlap(dashboard: Any) -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
