@@ -2,7 +2,8 @@
 
 A ghost list as in ARC (Megiddo and Modha, FAST 2003), used only to measure. Where the least recently used goes first, a
 chunk that came back after E further evictions, the one for its return included, was lost for want of E slots; about
-so many where chunks enter together.
+so many where chunks enter together. Under another policy it is a guess, and mostly too good: what goes early goes early
+from a larger pool too.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ def check_gates(said: Scrape) -> Iterator[Finding]:
             what="overlap",
             value=f"{overlap:.0%} of the time of layerwise loads was hidden, {stalled:,.2f} s were not ({shown})",
             level=Level.WARN,
-            fix='loads take longer than the compute that hides them: `load_mode` "parked" keeps them from holding up '
-            "other requests",
+            fix="loads take longer than the compute that hides them: where that holds up other requests, `load_mode` "
+            '"auto" parks them once rates are known, and "parked" always',
         )
         return
     yield Finding(what="overlap", value=shown if overlap is None else f"{overlap:.0%} of load time hidden ({shown})")
