@@ -18,7 +18,7 @@ from layerstream.errors import PoolError, TransferError
 from layerstream.flights import Flight, Flights
 from layerstream.index import IndexListener, PrefixIndex, Span, joined_runs
 from layerstream.insertion import POLICIES
-from layerstream.jobs import GroupBlocks, JobKind, Report, StepPlan
+from layerstream.jobs import GroupBlocks, Job, JobKind, Report, StepPlan
 from layerstream.metrics import CacheStats, add_count
 from layerstream.ready_slots import ReadySlots
 from layerstream.tiering import Tiering
@@ -131,7 +131,9 @@ class Coordinator:
         self._slots: ReadySlots | None = None
         self._backlog_blocks = sys.maxsize
         self._decided = decided
-        self._layers, self._block_bytes = 1, 0
+        self._layers = 1
+        self._groups: tuple[tuple[int, int | None], ...] = ()
+        """Of each KV cache group: see `set_slots`."""
         self._running: set[str] = set()
         """Requests that the last step computed tokens of and that have not ended."""
         self._step_s: float | None = None
@@ -218,6 +220,7 @@ class Coordinator:
         backlog_blocks: int = sys.maxsize,
         layers: int = 1,
         block_bytes: int = 0,
+        groups: Sequence[tuple[int, int | None]] = (),
     ) -> None:
         """Set the size of the host pool: the smallest of the ranks' slot counts. Until then nothing hits or is saved.
 
@@ -227,6 +230,8 @@ class Coordinator:
             backlog_blocks: most blocks that one step saves of a request beside those it computes itself.
             layers: of the rank that has most.
             block_bytes: bytes of one block over all layers, on the rank that has most.
+            groups: for each KV cache group the bytes of one block in its layers, and how many blocks a hit brings of it
+                at most, since a window has passed those before; None: all. Empty: one group, and all.
 
         Raises:
             PoolError: `slots` is below 1 or differs from what was set before, or `ready` does not name every rank.
@@ -246,7 +251,7 @@ class Coordinator:
                 "engine"
             )
         self._backlog_blocks = backlog_blocks
-        self._layers, self._block_bytes = layers, block_bytes
+        self._layers, self._groups = layers, tuple(groups) or ((block_bytes, None),)
         self._grow(ready or {})
 
     def _grow(self, ready: Mapping[int, int]) -> None:
@@ -351,7 +356,7 @@ class Coordinator:
                 local_tokens=local_tokens,
                 found_tokens=(found - local) * self._block_tokens,
                 block_tokens=self._block_tokens,
-                block_bytes=self._block_bytes,
+                block_bytes=self._hit_bytes(found - local) // (found - local),
                 layers=self._layers,
                 queued_bytes=self._queued_bytes,
                 running=len(self._running) - (request_id in self._running),
@@ -643,7 +648,6 @@ class Coordinator:
             )
         self._pool().pin(spans)
         ids = [table[start:stop] for table in tables]
-        self._queued_bytes += (stop - start) * self._block_bytes
         if decision.mode is LoadMode.PARKED:
             layer = decision.release_after_layer
             self._arriving[hashes[start]] = self._send(
@@ -672,9 +676,18 @@ class Coordinator:
         runs = self._pool().runs(spans)
         groups = [_without_passed(blocks, runs) for blocks in ids]
         job = self._flights.add(kind, request_id, groups, spans=spans, wanted=wanted, release_after=release_after)
+        if kind is not JobKind.SAVE:
+            self._queued_bytes += self._job_bytes(job)
         if kind is JobKind.PARKED_LOAD:
             self._holds.hold(job.all_block_ids)
         return job.job_id
+
+    def _hit_bytes(self, blocks: int) -> int:
+        """What a load of so many blocks moves."""
+        return sum(each * (blocks if most is None else min(blocks, most)) for each, most in self._groups)
+
+    def _job_bytes(self, job: Job) -> int:
+        return sum(each * len(group.block_ids) for (each, _), group in zip(self._groups, job.groups, strict=False))
 
     def _landed(self, flight: Flight) -> None:
         """A parked load has ended, was released or given up: requests that waited for its blocks need not any more."""
@@ -700,7 +713,7 @@ class Coordinator:
                 self.tiering.demotions.save_ended(job.job_id)
             return
         pool.unpin(flight.spans)
-        self._queued_bytes -= sum(span.hi - span.lo for span in flight.spans) * self._block_bytes
+        self._queued_bytes -= self._job_bytes(job)
         self._stats.failed_loads += flight.failed
         if job.kind is JobKind.PARKED_LOAD:
             self._holds.release(job.all_block_ids)

@@ -31,7 +31,8 @@ class LoadCase:
     """Beyond it, in the host pool: a multiple of `block_tokens`."""
     block_tokens: int
     block_bytes: int
-    """Of one block over all layers, on the rank that has most."""
+    """Of one block over all layers, on the rank that has most; where windows have passed some, on average over the
+    blocks that were found."""
     layers: int
     """On the rank that has most."""
     queued_bytes: int

@@ -259,6 +259,8 @@ class RankInfo:
     """Number of its tier objects among those of all ranks that keep some."""
     portable: PortableRank | None = None
     """Of a rank that keeps objects, if they are portable."""
+    group_bytes: tuple[int, ...] = ()
+    """Bytes of one block in the layers of each KV cache group; they sum to `block_bytes`."""
     calibrated: tuple[tuple[int, float], ...] = ()
     """(Bytes over all layers, seconds) of loads that a calibration measured."""
     machine: str = ""

@@ -43,6 +43,8 @@ class CacheGroups:
     """Layer -> place of its group in `ids`, in the order the model runs the layers."""
     windowed: tuple[bool, ...]
     """For each, whether its blocks are given up once a window has passed them."""
+    window_blocks: tuple[int | None, ...]
+    """For each, most blocks that a hit brings of it; None: all."""
     block_tokens: int
     """Tokens in a block, the same in all of them."""
 
@@ -91,8 +93,22 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> CacheGroups:
         windowed=tuple(
             any(type(spec) in _WINDOWED for spec in _layer_specs(group.kv_cache_spec)) for _, group in groups
         ),
+        window_blocks=tuple(_window_blocks(group.kv_cache_spec) for _, group in groups),
         block_tokens=groups[0][1].kv_cache_spec.block_size,
     )
+
+
+def _window_blocks(spec: KVCacheSpec) -> int | None:
+    """Most blocks before a block's first token that its attention reads; None: all."""
+    most = 0
+    for layer in _layer_specs(spec):
+        if type(layer) not in _WINDOWED:
+            return None
+        tokens = getattr(layer, "sliding_window", None) or getattr(layer, "attention_chunk_size", None)
+        if not tokens:
+            return None
+        most = max(most, -(-(tokens - 1) // spec.block_size))
+    return most
 
 
 def replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Replicas | None:

@@ -198,12 +198,14 @@ class SchedulerHalf:
         backlog_blocks = max(1, ring_bytes // max(rank.block_bytes for rank in ranks))
         growing = any(rank.ready_slots is not None and rank.ready_slots < rank.pool_slots for rank in ranks)
         ready = {rank.rank: rank.pool_slots if rank.ready_slots is None else rank.ready_slots for rank in ranks}
+        largest = max(ranks, key=lambda rank: rank.block_bytes)
         self._coordinator.set_slots(
             slots,
             ready=ready if growing else None,
             backlog_blocks=backlog_blocks,
             layers=max(rank.layers for rank in ranks),
             block_bytes=max(rank.block_bytes for rank in ranks),
+            groups=tuple(zip(largest.group_bytes, self._groups.window_blocks, strict=False)),
         )
         self._pool_grows = self._coordinator.pool_slots < slots
         if self._exporter is not None:

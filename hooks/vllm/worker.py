@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from layerstream.config import StreamConfig
     from layerstream.engine import StreamEngine
+    from layerstream.geometry import KVGeometry
     from layerstream.head_groups import HeadGroups
 
 logger = init_logger("vllm.layerstream.worker")
@@ -122,9 +123,17 @@ class WorkerHalf:
             keeps=self.engine.writes,
             object_rank=0 if self.engine.mover is None else self.engine.mover.format.rank,
             portable=None if self.engine.mover is None else self.engine.mover.portable,
+            group_bytes=self._group_bytes(geometry),
             calibrated=self.engine.calibrated,
             machine=self._machine,
         )
+
+    def _group_bytes(self, geometry: KVGeometry) -> tuple[int, ...]:
+        groups = cache_groups(self._kv_cache_config)
+        counts = [0] * len(groups.ids)
+        for layer in geometry.layers:
+            counts[groups.layers[layer.name]] += layer.page_bytes
+        return tuple(counts)
 
     def begin_step(self, plan: StepPlan | None) -> None:
         """The step's plan has arrived."""

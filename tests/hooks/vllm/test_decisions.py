@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from layerstream.decisions import LoadMode
+from layerstream.measured import Measured
 from layerstream.rates import LOAD, PREFILL, Rates
 from tests.rigs.fixed_choice import FixedChoice
 from tests.rigs.installed_tiers import write_weights
-from tests.rigs.scheduler_rig import BLOCK, SchedulerRig, prompt
+from tests.rigs.scheduler_rig import BLOCK, Chunked, SchedulerRig, prompt
 
 PROMPT = prompt(6 * BLOCK + 4)
 HIT = 6 * BLOCK
@@ -185,6 +186,36 @@ def test_a_request_that_ended_in_the_last_step_does_not_run_beside_the_next_one(
     rig.step()
     assert [case.running for case in chooser.cases] == [0, 1]
     rig.run()
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [(None,), (None, 2 * BLOCK), (2 * BLOCK,), (Chunked(3 * BLOCK), None)],
+    ids=["all", "some", "one", "chunks"],
+)
+def test_a_hit_counts_the_bytes_that_its_load_moves(
+    make_timed_rig: Callable[..., TimedRig], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+) -> None:
+    rig = make_timed_rig(windows=windows)
+    coordinator = rig.connector.scheduler._coordinator
+    coordinator._chooser = chooser = FixedChoice(LoadMode.LAYERWISE)
+    long = prompt(20 * BLOCK + 4)
+    rig.serve("cold", long)
+    moved: list[int] = []
+    learn = rig.rates.learn
+
+    def learned(measured: Measured) -> None:
+        moved.extend(nbytes for _, nbytes, _ in measured.loads)
+        learn(measured)
+
+    monkeypatch.setattr(rig.rates, "learn", learned)
+    assert rig.serve("warm", long) == 20 * BLOCK
+    (case,), blocks = chooser.cases, 20
+    # Of a chunk of attention, a load brings as much as lies before the hit's end.
+    spare = coordinator._hit_bytes(1) if isinstance(windows[0], Chunked) else 0
+    assert moved[0] <= coordinator._hit_bytes(blocks) <= moved[0] + spare
+    assert case.block_bytes == coordinator._hit_bytes(blocks) // blocks
+    assert coordinator._queued_bytes == 0
 
 
 @pytest.mark.parametrize("mode", LoadMode)

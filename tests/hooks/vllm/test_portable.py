@@ -160,6 +160,7 @@ def heads_of(config: Any, *specs: FullAttentionSpec) -> HeadGroups:
         ids=tuple(range(len(specs))),
         layers={name: place for place, name in enumerate(names)},
         windowed=(False,) * len(specs),
+        window_blocks=(None,) * len(specs),
         block_tokens=16,
     )
     views = {
