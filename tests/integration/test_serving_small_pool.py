@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LOADS = ["layerstream-load", "layerstream-load-copy"]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["layerwise", pytest.param("parked", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[ServingEngine]:
     kind = KINDS[request.param]
     engine = ServingEngine(

@@ -161,9 +161,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "change", ["weights", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "weights")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", OTHERS)
 def test_an_engine_whose_bytes_would_differ_hits_nothing_and_harms_nothing(
     change: str, disk_life: tuple[Path, bytes], tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +177,7 @@ def test_an_engine_whose_bytes_would_differ_hits_nothing_and_harms_nothing(
     assert b"".join(data.read_bytes() for data in sorted(own.rglob("*.safetensors")) if data.name in shared) == before
 
 
+@pytest.mark.slow
 def test_the_unchanged_engine_hits_it(disk_life: tuple[Path, bytes], tiny_llama: Path, tmp_path: Path) -> None:
     own = tmp_path / "kv"
     shutil.copytree(disk_life[0], own)

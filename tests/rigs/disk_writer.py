@@ -89,10 +89,16 @@ class Writer:
         return True
 
 
+AMID_WRITE = 5
+"""More deaths than that are to fall into a write."""
+
+
 def die(folder: Path, cap_bytes: int, deaths: int) -> dict[str, int]:
     draw = random.Random(1)
-    amid_write = 0
-    for death in range(deaths):
+    amid_write = death = 0
+    # On a busy machine few writers get as far as a write in their time.
+    while death < deaths or (amid_write <= AMID_WRITE and death < 4 * deaths):
+        death += 1
         child = os.fork()
         if not child:
             _write_for_ever(folder, cap_bytes, death)
