@@ -50,9 +50,13 @@ class LayerStreamStats(KVConnectorStats):
         for what, nbytes, direction in (("load", loaded, "load"), ("save", saved, "save")):
             if (seconds := _sum(sample, "transfer_seconds", direction)) > 0:
                 numbers[f"{what} GB/s"] = round(nbytes / seconds / 1e9, 2)
-        gated = _sum(sample, "load_seconds", "layerwise") + _sum(sample, "load_seconds", "whole")
+        # Released loads stall steps too, and most of their time nobody could wait for them.
+        gated, stalled = (
+            sum(_sum(sample, name, mode) for mode in ("layerwise", "whole"))
+            for name in ("load_seconds", "load_stall_seconds")
+        )
         if gated > 0:
-            numbers["overlap"] = round(max(0.0, 1 - _sum(sample, "load_stall_seconds") / gated), 3)
+            numbers["overlap"] = round(max(0.0, 1 - stalled / gated), 3)
         if slots := _sum(sample, "pool_slots"):
             numbers["pool use %"] = round(100 * _sum(sample, "pool_used_slots") / slots, 1)
         for name, what in (("dropped_save_blocks", "blocks not saved"), ("failures", "failures")):

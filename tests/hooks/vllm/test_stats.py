@@ -157,6 +157,12 @@ def test_an_interval_in_vllms_log_is_a_few_numbers() -> None:
     assert LayerStreamStats({}).is_empty() and not LayerStreamStats({})
 
 
+def test_the_logs_overlap_compares_stalls_with_the_time_of_the_same_loads() -> None:
+    stalls = {**SAMPLE["load_stall_seconds"], ("parked",): [0.2]}
+    told = LayerStreamStats({**SAMPLE, "load_stall_seconds": stalls}).reduce()
+    assert told["overlap"] == LayerStreamStats(SAMPLE).reduce()["overlap"]
+
+
 def test_vllms_logger_adds_steps_up_and_leaves_what_others_read_alone() -> None:
     register()
     transfer: Any = SimpleNamespace(kv_connector="LayerStreamConnector", kv_connector_module_path=None)
